@@ -1,0 +1,1 @@
+"""Runnable benchmarks: each prints a table and writes JSON to `benchmarks/results`."""

@@ -1,0 +1,1 @@
+"""`morph demo`: real prompts of different kinds, side by side, each with the layout that the gates chose."""

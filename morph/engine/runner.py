@@ -1,0 +1,351 @@
+"""Runs blocks over rows: the only module of the engine that touches tensors.
+
+Prefill goes block by block over a cohort of prompts, because a gate needs the whole prompt at its block before the
+block runs. Decode goes through all blocks in one step. In each block the rows are split by path; no row computes
+the path that it does not take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from morph.config import ModelConfig
+from morph.engine.request import Request
+from morph.engine.weights import BlockWeights, ModelWeights
+from morph.engine.workspace import Workspace
+from morph.kernels.interface import Kernels
+from morph.memory.tables import PageTables
+
+
+@dataclass(eq=False)
+class Cohort:
+    """Prompts that are prefilled together, all at the same block.
+
+    Attributes:
+        hidden: float32 `[rows, hidden]`, residual stream before the block's mixer.
+        pending: float32 `[rows, hidden]`, output of the last MLP, not yet added to `hidden`.
+        starts: first row of each request, and the total at the end.
+        block: next block to run.
+    """
+
+    requests: list[Request]
+    hidden: torch.Tensor
+    pending: torch.Tensor | None
+    starts: list[int]
+    block: int = 0
+    waited: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Prompt tokens in the cohort."""
+        return self.starts[-1]
+
+
+@dataclass
+class Path:
+    """Rows of a batch that take one mixer in one block. `rows` is None when all do."""
+
+    rows: torch.Tensor | None
+    slots: torch.Tensor
+    count: int
+
+
+@dataclass
+class DecodeBatch:
+    """Row lists of a decode batch; layouts are constant in decode, so they live until the members change."""
+
+    requests: list[Request]
+    slots: torch.Tensor
+    paths: list[tuple[Path | None, Path | None]]
+    groups: dict[tuple[bool, ...], tuple[Path | None, Path | None]] = field(default_factory=dict)
+
+
+class ModelRunner:
+    """Forward passes of one model over the memory of its requests.
+
+    Args:
+        token_tile: rows per tile of the MLP in prefill.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        kernels: Kernels,
+        tables: PageTables,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        token_tile: int = 1024,
+    ) -> None:
+        self.config = config
+        self.weights = weights
+        self.kernels = kernels
+        self.tables = tables
+        self.cos, self.sin = cos, sin
+        self.token_tile = token_tile
+        self.scale = config.head_dim**-0.5
+        self.workspace = Workspace(kernels.device)
+        slots = tables.table.shape[0]
+        # Running sums of each block's normed inputs: what the gates of a longer prompt continue from.
+        self.sums = torch.zeros(
+            (slots, config.num_blocks, config.hidden_size), dtype=torch.float64, device=kernels.device
+        )
+        self._batch: DecodeBatch | None = None
+
+    # ---- prefill
+
+    def start_cohort(self, requests: list[Request]) -> Cohort:
+        """Embed the tokens of requests that hold a slot each; nothing of them is in memory yet."""
+        tokens = [token for request in requests for token in request.tokens]
+        starts = [0, *np.cumsum([request.num_tokens for request in requests]).tolist()]
+        ids = torch.tensor(tokens, dtype=torch.long, device=self.kernels.device)
+        for request in requests:
+            self.sums[request.slot] = 0.0
+        return Cohort(requests, self.weights.embedding.rows(ids), None, starts)
+
+    def drop(self, cohort: Cohort, request: Request) -> None:
+        """Take a request out of a cohort between two blocks."""
+        index = cohort.requests.index(request)
+        begin, end = cohort.starts[index], cohort.starts[index + 1]
+        cohort.hidden = torch.cat([cohort.hidden[:begin], cohort.hidden[end:]])
+        if cohort.pending is not None:
+            cohort.pending = torch.cat([cohort.pending[:begin], cohort.pending[end:]])
+        del cohort.requests[index]
+        lengths = [r.num_tokens for r in cohort.requests]
+        cohort.starts = [0, *np.cumsum(lengths).tolist()] if lengths else [0]
+
+    def norm_block(self, cohort: Cohort) -> torch.Tensor:
+        """Normed input of the cohort's next block, float32 `[rows, hidden]`; adds it to the running sums."""
+        weights = self.weights.blocks[cohort.block]
+        if cohort.pending is None:
+            normed = self.kernels.rms_norm(cohort.hidden, weights.input_norm, self.config.rms_norm_eps)
+        else:
+            normed = self.kernels.add_rms_norm_(
+                cohort.hidden, cohort.pending, weights.input_norm, self.config.rms_norm_eps
+            )
+        return normed
+
+    def sum_tokens(self, request: Request, block: int, rows: torch.Tensor) -> torch.Tensor:
+        """Add rows to the request's running sum of the block; float64 `[hidden]`, the live buffer."""
+        sums = self.sums[request.slot, block]
+        self.kernels.sum_tokens_(sums, rows)
+        return sums
+
+    def run_block(self, cohort: Cohort, normed: torch.Tensor, attention: list[bool]) -> None:
+        """Run the cohort's next block with one decision per request; memory for it is open already."""
+        weights = self.weights.blocks[cohort.block]
+        mixed = self._prefill_mixers(cohort, weights, normed, attention)
+        post = self.kernels.add_rms_norm_(
+            cohort.hidden, mixed, weights.post_norm, self.config.rms_norm_eps, out=normed
+        )
+        if cohort.pending is None:
+            cohort.pending = torch.empty_like(cohort.hidden)
+        for begin in range(0, cohort.rows, self.token_tile):
+            end = min(begin + self.token_tile, cohort.rows)
+            self._mlp(weights, post[begin:end], cohort.pending[begin:end])
+        cohort.block += 1
+
+    def _mlp(self, weights: BlockWeights, x: torch.Tensor, out: torch.Tensor) -> None:
+        ws, kernels = self.workspace, self.kernels
+        hidden = kernels.linear(x, weights.gate_up, out=ws.take("mlp", x.shape[0], weights.gate_up.n))
+        act = kernels.silu_mul(hidden, out=ws.take("act", x.shape[0], weights.down.k))
+        kernels.linear(act, weights.down, out=out)
+
+    def _prefill_mixers(
+        self, cohort: Cohort, weights: BlockWeights, normed: torch.Tensor, attention: list[bool]
+    ) -> torch.Tensor:
+        mixed = self.workspace.take("mixed", cohort.rows, self.config.hidden_size)
+        for path in (True, False):
+            members = [i for i, bit in enumerate(attention) if bit is path]
+            if not members:
+                continue
+            spans = [(cohort.starts[i], cohort.starts[i + 1]) for i in members]
+            requests = [cohort.requests[i] for i in members]
+            run = self._prefill_attention if path else self._prefill_ssm
+            if len(members) == len(attention):
+                run(weights, cohort.block, normed, requests, mixed)
+                continue
+            # Spans are contiguous, so gather and scatter are a few block copies.
+            rows = torch.cat([normed[begin:end] for begin, end in spans])
+            result = run(weights, cohort.block, rows, requests, torch.empty_like(rows))
+            at = 0
+            for begin, end in spans:
+                mixed[begin:end] = result[at : at + end - begin]
+                at += end - begin
+        return mixed
+
+    def _prefill_attention(
+        self, weights: BlockWeights, block: int, x: torch.Tensor, requests: list[Request], out: torch.Tensor
+    ) -> torch.Tensor:
+        assert weights.attention is not None
+        mixer, kernels, config, tables = weights.attention, self.kernels, self.config, self.tables
+        qkv = kernels.linear(x, mixer.qkv, out=self.workspace.take("qkv", x.shape[0], config.qkv_size))
+        lengths = [request.num_tokens for request in requests]
+        positions = torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]).to(kernels.device)
+        slots = torch.repeat_interleave(
+            torch.tensor([request.slot for request in requests], dtype=torch.int32), torch.tensor(lengths)
+        ).to(kernels.device)
+        pages = tables.layout.max_pages
+        kernels.rope_write_kv_(
+            qkv, self.cos, self.sin, positions, mixer.q_norm, mixer.k_norm, config.rms_norm_eps,
+            tables.pool.storage, tables.table[:, block], slots, pages,
+        )  # fmt: skip
+        heads = self.workspace.take("heads", x.shape[0], config.q_size)
+        at = 0
+        for request, n in zip(requests, lengths, strict=True):
+            kernels.prefill_attention(
+                qkv[at : at + n, : config.q_size], tables.pool.storage, tables.table[request.slot, block],
+                pages, 0, self.scale, out=heads[at : at + n],
+            )  # fmt: skip
+            at += n
+        return kernels.linear(heads, mixer.out, out=out)
+
+    def _prefill_ssm(
+        self, weights: BlockWeights, block: int, x: torch.Tensor, requests: list[Request], out: torch.Tensor
+    ) -> torch.Tensor:
+        assert weights.ssm is not None
+        mixer, kernels, tables = weights.ssm, self.kernels, self.tables
+        inputs = kernels.linear(x, mixer.inputs, out=self.workspace.take("inputs", x.shape[0], mixer.inputs.n))
+        heads = self.workspace.take("heads", x.shape[0], self.config.q_size)
+        at = 0
+        for request in requests:
+            n = request.num_tokens
+            kernels.gdn_prefill(
+                inputs[at : at + n], mixer.params, tables.pool.storage, tables.table[request.slot, block],
+                tables.conv_tails[request.slot, block], has_state=False, start=0, out=heads[at : at + n],
+            )  # fmt: skip
+            at += n
+        self._output_gate(weights, inputs, heads)
+        return kernels.linear(heads, mixer.out, out=out)
+
+    def _output_gate(self, weights: BlockWeights, inputs: torch.Tensor, heads: torch.Tensor) -> None:
+        assert weights.ssm is not None
+        mixer, kernels = weights.ssm, self.kernels
+        down = inputs[:, mixer.inputs.n - mixer.gate_up.k :].contiguous()
+        gate = kernels.linear(down, mixer.gate_up, out=self.workspace.take("gate", down.shape[0], mixer.gate_up.n))
+        kernels.gate_silu_mul_(heads, gate)
+
+    def finish_cohort(self, cohort: Cohort) -> torch.Tensor:
+        """Logits after the last token of each request, float32 `[requests, vocab]`."""
+        assert cohort.pending is not None
+        self.kernels.add_rms_norm_(
+            cohort.hidden, cohort.pending, self.weights.norm, self.config.rms_norm_eps, out=cohort.pending
+        )
+        last = torch.tensor(cohort.starts[1:], device=self.kernels.device) - 1
+        return self.kernels.linear(cohort.pending[last], self.weights.head)
+
+    def prompt_logits(self, cohort: Cohort, index: int, begin: int, end: int) -> torch.Tensor:
+        """Logits at positions `begin…end-1` of one request, after `finish_cohort`; float32 `[n, vocab]`."""
+        assert cohort.pending is not None
+        at = cohort.starts[index]
+        return self.kernels.linear(cohort.pending[at + begin : at + end], self.weights.head)
+
+    # ---- decode
+
+    def decode(self, requests: list[Request]) -> torch.Tensor:
+        """One step for running requests: feeds each one's last token, returns logits float32 `[requests, vocab]`."""
+        batch = self._batch
+        if batch is None or batch.requests != requests:
+            batch = self._batch = self._make_batch(requests)
+        kernels, config = self.kernels, self.config
+        device = kernels.device
+        tokens = torch.tensor([request.tokens[-1] for request in requests], device=device)
+        positions = torch.tensor([request.cached for request in requests], dtype=torch.int32, device=device)
+        hidden = self.weights.embedding.rows(tokens)
+        pending: torch.Tensor | None = None
+        picked: dict[int, torch.Tensor] = {}
+
+        def pick(path: Path) -> torch.Tensor:
+            if path.rows is None:
+                return positions
+            if id(path) not in picked:
+                picked[id(path)] = positions[path.rows]
+            return picked[id(path)]
+
+        count = len(requests)
+        normed = self.workspace.take("normed", count, config.hidden_size)
+        mixed = self.workspace.take("mixed", count, config.hidden_size)
+        for block, weights in enumerate(self.weights.blocks):
+            if pending is None:
+                kernels.rms_norm(hidden, weights.input_norm, config.rms_norm_eps, out=normed)
+                pending = torch.empty_like(hidden)
+            else:
+                kernels.add_rms_norm_(hidden, pending, weights.input_norm, config.rms_norm_eps, out=normed)
+            if self.config.has_ssm:
+                self._add_to_sums(batch, block, normed)
+            attention, ssm = batch.paths[block]
+            for path, run in ((attention, self._decode_attention), (ssm, self._decode_ssm)):
+                if path is None:
+                    continue
+                if path.rows is None:
+                    run(weights, block, normed, path, pick(path), mixed)
+                else:
+                    rows = normed[path.rows]
+                    mixed[path.rows] = run(weights, block, rows, path, pick(path), torch.empty_like(rows))
+            kernels.add_rms_norm_(hidden, mixed, weights.post_norm, config.rms_norm_eps, out=normed)
+            self._mlp(weights, normed, pending)
+        assert pending is not None
+        kernels.add_rms_norm_(hidden, pending, self.weights.norm, config.rms_norm_eps, out=normed)
+        return kernels.linear(normed, self.weights.head)
+
+    def _add_to_sums(self, batch: DecodeBatch, block: int, normed: torch.Tensor) -> None:
+        self.sums[:, block].index_add_(0, batch.slots, normed.double())
+
+    def _decode_attention(
+        self, weights: BlockWeights, block: int, x: torch.Tensor, path: Path, positions: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        assert weights.attention is not None
+        mixer, kernels, config, tables = weights.attention, self.kernels, self.config, self.tables
+        qkv = kernels.linear(x, mixer.qkv, out=self.workspace.take("qkv", path.count, config.qkv_size))
+        table, pages = tables.table[:, block], tables.layout.max_pages
+        kernels.rope_write_kv_(
+            qkv, self.cos, self.sin, positions, mixer.q_norm, mixer.k_norm, config.rms_norm_eps,
+            tables.pool.storage, table, path.slots, pages,
+        )  # fmt: skip
+        heads = kernels.decode_attention(
+            qkv[:, : config.q_size], tables.pool.storage, table, pages, path.slots, positions + 1, self.scale,
+            out=self.workspace.take("heads", path.count, config.q_size),
+        )  # fmt: skip
+        return kernels.linear(heads, mixer.out, out=out)
+
+    def _decode_ssm(
+        self, weights: BlockWeights, block: int, x: torch.Tensor, path: Path, positions: torch.Tensor, out: torch.Tensor
+    ) -> torch.Tensor:
+        assert weights.ssm is not None
+        mixer, kernels, tables = weights.ssm, self.kernels, self.tables
+        inputs = kernels.linear(x, mixer.inputs, out=self.workspace.take("inputs", path.count, mixer.inputs.n))
+        heads = kernels.gdn_decode(
+            inputs, mixer.params, tables.pool.storage, tables.table[:, block], path.slots,
+            tables.conv_tails[:, block], positions,
+            out=self.workspace.take("heads", path.count, self.config.q_size),
+        )  # fmt: skip
+        self._output_gate(weights, inputs, heads)
+        return kernels.linear(heads, mixer.out, out=out)
+
+    def _make_batch(self, requests: list[Request]) -> DecodeBatch:
+        device = self.kernels.device
+        slots = torch.tensor([request.slot for request in requests], dtype=torch.int32, device=device)
+        groups: dict[tuple[bool, ...], tuple[Path | None, Path | None]] = {}
+        paths = []
+        for block in range(self.config.num_blocks):
+            bits = tuple(request.bits[block] for request in requests)
+            if bits not in groups:
+                groups[bits] = (self._path(bits, True, slots), self._path(bits, False, slots))
+            paths.append(groups[bits])
+        return DecodeBatch(list(requests), slots.long(), paths, groups)
+
+    def _path(self, bits: tuple[bool, ...], path: bool, slots: torch.Tensor) -> Path | None:
+        rows = [i for i, bit in enumerate(bits) if bit is path]
+        if not rows:
+            return None
+        if len(rows) == len(bits):
+            return Path(None, slots, len(rows))
+        index = torch.tensor(rows, device=slots.device)
+        return Path(index, slots[index], len(rows))
+
+    def forget_batch(self) -> None:
+        """Slots changed hands: the row lists of the last decode batch are stale."""
+        self._batch = None

@@ -1,0 +1,118 @@
+"""From a budget to the τ that spends it, over calibration traffic, with the gates deciding for themselves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+
+from morph.errors import InvalidRequest
+from morph.gate.cost import CostTable
+
+BUDGETS = (0.0, 0.01, 0.02, 0.03, *(round(0.05 * i, 2) for i in range(1, 20)), 0.97, 0.98, 0.99, 1.0)
+"""Calibrated budgets: steps of 0.05, closer at the ends where τ moves fast."""
+
+Run = Callable[[torch.Tensor], torch.Tensor]
+"""Rules `[requests, blocks]` to the layouts that the gates choose under them, bool `[requests, blocks]`."""
+
+
+def saved_matrix(cost: CostTable, lengths: Sequence[int]) -> torch.Tensor:
+    """c_l(n) of every request and block, float32 `[requests, blocks]`."""
+    rows = [[cost.saved_seconds(block, n) for block in range(cost.num_blocks)] for n in lengths]
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def rules_of(tau: float, saved: torch.Tensor) -> torch.Tensor:
+    """Thresholds on û of the plain policy at τ; -inf where the ssm saves nothing. The rule of `UtilityPolicy`."""
+    if math.isinf(tau):
+        rules = torch.full_like(saved, tau)
+    else:
+        rules = tau * saved
+    return torch.where(saved <= 0, -math.inf, rules)
+
+
+def budget_of(layouts: torch.Tensor, saved: torch.Tensor) -> float:
+    """(Cost - C_min) / (C_attention - C_min) of layouts bool `[requests, blocks]` over their traffic.
+
+    Costs are seconds beyond all-ssm, so that a layout costs the sum of c_l(n) over its attention blocks.
+    """
+    spent = torch.where(layouts, saved, 0.0).double().sum()
+    least, most = saved.clamp_max(0.0).double().sum(), saved.double().sum()
+    return float((spent - least) / (most - least).clamp_min(1e-30))
+
+
+def offline_tau(utilities: torch.Tensor, saved: torch.Tensor, budgets: Sequence[float]) -> list[float]:
+    """τ per budget if û `[requests, blocks]` did not depend on τ: a start for `calibrate`, exact for fixed û."""
+    free = saved > 0
+    if not bool(free.any()):
+        raise InvalidRequest(
+            "no prompt of the calibration traffic is long enough for the ssm to save anything; add longer prompts"
+        )
+    ratio = (utilities[free] / saved[free]).double()
+    order = ratio.argsort(descending=True)
+    spent = saved[free].double()[order].cumsum(0)
+    taus = []
+    for budget in budgets:
+        target = budget * float(spent[-1])
+        count = int((spent <= target * (1 + 1e-9)).sum())
+        above = ratio[order[count - 1]] if count else ratio[order[0]] + ratio.abs().max() * 1e-3 + 1e-12
+        below = (
+            ratio[order[count]] if count < len(order) else ratio[order[-1]] - ratio.abs().max() * 1e-3 - 1e-12
+        )
+        taus.append(
+            float((above + below) / 2) if count and count < len(order) else float(below if count else above)
+        )
+    return taus
+
+
+def calibrate(
+    run: Run,
+    utilities: torch.Tensor,
+    saved: torch.Tensor,
+    budgets: Sequence[float] = BUDGETS,
+    rounds: int = 2,
+) -> tuple[list[float], list[float]]:
+    """τ per budget with the gates' features following their own choices.
+
+    Args:
+        run: lets the gates choose. utilities: a first guess of û `[requests, blocks]`, from any layouts.
+        saved: c_l(n) of the calibration traffic. rounds: measured grids; each refines the one before.
+
+    Returns:
+        τ per budget, not ascending, and the budget that each τ of the last grid really spent.
+    """
+    taus = offline_tau(utilities, saved, budgets)
+    points: list[tuple[float, float]] = []
+    for _ in range(rounds):
+        points += [(tau, budget_of(run(rules_of(tau, saved)), saved)) for tau in taus]
+        taus = _invert(points, budgets)
+    spent = [budget_of(run(rules_of(tau, saved)), saved) for tau in taus]
+    return taus, spent
+
+
+def _invert(points: list[tuple[float, float]], budgets: Sequence[float]) -> list[float]:
+    """τ where the measured budget, made monotone, meets each wanted one."""
+    points = sorted(set(points))
+    spent: list[float] = []
+    weights: list[int] = []
+    for _, budget in points:  # pool adjacent violators: the budget falls as τ rises
+        spent.append(budget)
+        weights.append(1)
+        while len(spent) > 1 and spent[-2] < spent[-1]:
+            weight = weights[-2] + weights[-1]
+            pooled = (spent[-2] * weights[-2] + spent[-1] * weights[-1]) / weight
+            spent[-2:], weights[-2:] = [pooled], [weight]
+    falling = [value for value, weight in zip(spent, weights, strict=True) for _ in range(weight)]
+    out = []
+    for budget in budgets:
+        over = [i for i, value in enumerate(falling) if value >= budget]
+        at = over[-1] if over else 0
+        if not over or at + 1 == len(points):
+            out.append(points[at][0])
+            continue
+        (low, high), (more, less) = (points[at][0], points[at + 1][0]), (falling[at], falling[at + 1])
+        out.append(low + (high - low) * ((more - budget) / (more - less) if more > less else 0.0))
+    for i in range(1, len(out)):
+        out[i] = min(out[i], out[i - 1])
+    return out

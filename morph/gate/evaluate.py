@@ -1,0 +1,98 @@
+"""Is the gate worth it: gated layouts against shuffled ones, the best static ones and an oracle over counts.
+
+All on measured losses (KL to the base per answer token), with bootstrap intervals over requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Array = npt.NDArray[np.float64]
+
+BUCKETS = (0, 128, 256, 512, 1024, 2048, 1 << 30)
+"""Prompt lengths between which masks are exchanged in the shuffled control: within a bucket costs are alike."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of mean losses with its 95 % bootstrap interval over requests."""
+
+    value: float
+    low: float
+    high: float
+
+    def to_dict(self) -> dict[str, float]:
+        """Rounded for a report."""
+        return {name: round(value, 4) for name, value in asdict(self).items()}
+
+
+def bootstrap_ratio(
+    numerator: Callable[[npt.NDArray[np.int64]], float],
+    denominator: Callable[[npt.NDArray[np.int64]], float],
+    count: int,
+    draws: int = 1000,
+    seed: int = 0,
+) -> Ratio:
+    """Ratio of two statistics of a sample of requests, given their indices (with repeats)."""
+    rng = np.random.default_rng(seed)
+    everyone = np.arange(count)
+    values = []
+    for _ in range(draws):
+        rows = rng.integers(0, count, count)
+        values.append(numerator(rows) / denominator(rows))
+    low, high = np.quantile(values, [0.025, 0.975])
+    return Ratio(numerator(everyone) / denominator(everyone), float(low), float(high))
+
+
+def mean_of(values: Array) -> Callable[[npt.NDArray[np.int64]], float]:
+    """Statistic: the mean of per-request values."""
+    return lambda rows: float(values[rows].mean())
+
+
+def static_at(chain: Array, spent: Array, gated_spent: Array) -> Callable[[npt.NDArray[np.int64]], float]:
+    """Statistic: mean loss of the static chain at what the gated layouts spend on the same requests.
+
+    Between two counts, requests are split between the two layouts at random: linear in between.
+
+    Args:
+        chain: `[requests, counts]` losses of nested static layouts. spent: `[requests, counts]` what each spends
+            (attention blocks, or seconds), ascending in the mean. gated_spent: `[requests]`.
+    """
+
+    def statistic(rows: npt.NDArray[np.int64]) -> float:
+        return float(np.interp(gated_spent[rows].mean(), spent[rows].mean(0), chain[rows].mean(0)))
+
+    return statistic
+
+
+def oracle_at(chain: Array, spent: Array, gated_spent: Array) -> Callable[[npt.NDArray[np.int64]], float]:
+    """Statistic: mean loss when each request takes the count of the chain that suits it best, at equal mean spending.
+
+    Found by a Lagrangian sweep, linear in between.
+    """
+    slopes = np.concatenate([[0.0], np.geomspace(1e-6, 1e2, 400)]) * (np.ptp(chain) / np.ptp(spent))
+    choice = (chain[:, :, None] + slopes * spent[:, :, None]).argmin(1)
+    loss = np.take_along_axis(chain, choice, 1)
+    cost = np.take_along_axis(spent, choice, 1)
+
+    def statistic(rows: npt.NDArray[np.int64]) -> float:
+        costs, losses = cost[rows].mean(0), loss[rows].mean(0)
+        return float(np.interp(gated_spent[rows].mean(), costs[::-1], losses[::-1]))
+
+    return statistic
+
+
+def shuffle_within_buckets(layouts: torch.Tensor, lengths: Sequence[int], seed: int = 0) -> torch.Tensor:
+    """Layouts `[requests, blocks]` exchanged between requests of similar length; no request keeps its own where it can."""
+    out = layouts.clone()
+    bucket = np.digitize(np.asarray(lengths), BUCKETS)
+    rng = np.random.default_rng(seed)
+    for label in np.unique(bucket):
+        members = rng.permutation(np.flatnonzero(bucket == label))
+        out[torch.from_numpy(members)] = layouts[torch.from_numpy(np.roll(members, 1))]
+    return out

@@ -1,0 +1,84 @@
+"""Server-sent events: one JSON object per event, `[DONE]` at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from morph.server.errors import as_api_error
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(data: dict[str, Any]) -> bytes:
+    """One event."""
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class EventStream(Response):
+    """Sends chunks as events; ends at once when the client leaves.
+
+    A failure in mid-stream, when the status is out already, becomes an event with an error object.
+
+    Args:
+        chunks: the events' objects.
+        close: called when the stream ends for any reason, also when it never began.
+        names: engine parameter -> request field, for errors.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[dict[str, Any], None],
+        close: Callable[[], Awaitable[None]],
+        names: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks = chunks
+        self._close = close
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve the stream (ASGI)."""
+        sending = asyncio.create_task(self._send_all(send))
+        leaving = asyncio.create_task(_left(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                # A client that vanished between two writes shows up as OSError.
+                with contextlib.suppress(OSError):
+                    sending.result()
+        finally:
+            for task in (sending, leaving):
+                task.cancel()
+            await asyncio.gather(sending, leaving, return_exceptions=True)
+            await self._chunks.aclose()
+            await self._close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+
+        async def body(data: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        try:
+            async for chunk in self._chunks:
+                await body(event(chunk))
+        except OSError:
+            raise
+        except Exception as error:
+            await body(event(as_api_error(error, self._names).body()))
+        await body(DONE, more=False)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
