@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.workload import Workload
-
 MAX_LINE_BYTES = 2**22
 
 
@@ -72,9 +70,7 @@ async def _open(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, s
     secure = parts.scheme == "https"
     port = parts.port or (443 if secure else 80)
     context = ssl.create_default_context() if secure else None
-    reader, writer = await asyncio.open_connection(
-        parts.hostname, port, ssl=context, limit=MAX_LINE_BYTES
-    )
+    reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=context, limit=MAX_LINE_BYTES)
     return reader, writer, parts.netloc, parts.path.rstrip("/")
 
 
@@ -91,9 +87,7 @@ async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> Asy
             yield piece
 
 
-async def _request(
-    endpoint: Endpoint, method: str, path: str, body: Any = None
-) -> AsyncIterator[bytes]:
+async def _request(endpoint: Endpoint, method: str, path: str, body: Any = None) -> AsyncIterator[bytes]:
     """Lines of the response body of one HTTP request.
 
     Raises:
@@ -117,8 +111,7 @@ async def _request(
         raw = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         status = int(raw[0].split()[1])
         headers = {
-            name.strip().lower(): value.strip()
-            for name, _, value in (line.partition(":") for line in raw[1:] if line)
+            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in raw[1:] if line)
         }
         pending = b""
         if status != 200:
@@ -235,11 +228,3 @@ def summarise(timings: Sequence[Timing]) -> dict[str, float]:
         figures[f"{name}_p50_s"] = percentile(values, 50)
         figures[f"{name}_p99_s"] = percentile(values, 99)
     return figures
-
-
-async def run_row(
-    endpoint: Endpoint, workload: Workload, warmup: Sequence[list[int]], timed: Sequence[list[int]]
-) -> list[Timing]:
-    """Warm the server up, then time one row."""
-    await run_requests(endpoint, warmup, workload.output_tokens, workload.concurrency)
-    return await run_requests(endpoint, timed, workload.output_tokens, workload.concurrency)

@@ -40,9 +40,7 @@ def pss_bytes(pids: list[int]) -> int:
             rollup = (PROC / str(pid) / "smaps_rollup").read_text()
         except OSError:
             continue  # it ended since the listing
-        total += sum(
-            int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:")
-        )
+        total += sum(int(line.split()[1]) * 1024 for line in rollup.splitlines() if line.startswith("Pss:"))
     return total
 
 
@@ -106,9 +104,7 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        wall, server, client, busy = (
-            end - start for end, start in zip(self._times(), self._began, strict=True)
-        )
+        wall, server, client, busy = (end - start for end, start in zip(self._times(), self._began, strict=True))
         self.server_cores = server / wall
         self.client_cores = client / wall
         self.other_cores = max(0.0, (busy - server - client) / wall)

@@ -96,43 +96,39 @@ def running(spec: ServerSpec, name: str) -> Iterator[Server]:
             if process.poll() is not None:
                 raise RuntimeError(f"{name} ended with {process.returncode} ({log}):\n{_tail(log)}")
             if time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"{name} not healthy after {spec.ready_timeout_s:.0f} s ({log}):\n{_tail(log)}"
-                )
+                raise RuntimeError(f"{name} not healthy after {spec.ready_timeout_s:.0f} s ({log}):\n{_tail(log)}")
             time.sleep(0.25)
         yield Server(url, process.pid)
     finally:
         _stop(process)
 
 
-def morph_server(python: str, model: Path, dtype: str) -> ServerSpec:
-    """Morph's own server."""
-    command = [python, "-m", "morph", "serve", "--model", str(model), "--dtype", dtype]
-    return ServerSpec([*command, "--port", "{port}"])
+def morph_server(python: str, model: str, dtype: str, more: Sequence[str] = ()) -> ServerSpec:
+    """Morph's own server, with further options of `morph serve` if given."""
+    command = [python, "-m", "morph", "serve", "--model", model, "--dtype", dtype]
+    return ServerSpec([*command, "--port", "{port}", *more])
 
 
-def vllm_server(venv: Path, model: Path, dtype: str, cores: int, tcmalloc: Path | None) -> ServerSpec:
+def vllm_server(venv: Path, model: Path, dtype: str, cores: Sequence[int], tcmalloc: Path | None) -> ServerSpec:
     """vLLM's CPU build with the settings that its documentation recommends.
 
     Inductor compilation is its default. All cores go to OpenMP threads, bound one to one (its own choice
-    would keep one of them for the front end), Intel's OpenMP and tcmalloc are preloaded, and the KV cache
-    has room for the largest row without preemption.
+    would keep one core for the front end), Intel's OpenMP and tcmalloc are preloaded, and the KV cache has
+    room for the largest row without preemption.
 
     Args:
         venv: environment made by `peers/setup_vllm_cpu.sh`.
         model: Hugging Face folder.
-        cores: of this machine.
+        cores: numbers of the cores to use.
         tcmalloc: libtcmalloc_minimal.so.4, or None to use the C library's allocator.
     """
-    preload = [str(tcmalloc.resolve())] if tcmalloc else []
-    preload += [str(path) for path in [(venv / "lib" / "libiomp5.so").resolve()] if path.exists()]
+    preload = [path for path in (tcmalloc, venv / "lib" / "libiomp5.so") if path and path.exists()]
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "2",
-        "VLLM_CPU_OMP_THREADS_BIND": f"0-{cores - 1}" if cores > 1 else "0",
-        "LD_PRELOAD": ":".join(preload),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "LD_PRELOAD": ":".join(str(path.resolve()) for path in preload),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
     }
     command = [str(venv / "bin" / "vllm"), "serve", str(model), "--dtype", dtype]
     command += ["--max-model-len", "4608", "--host", "127.0.0.1", "--port", "{port}"]

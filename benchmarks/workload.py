@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, cast
 
 DOCUMENT_SEPARATOR = "<|doc|>"
 TEXT_SUFFIXES = (".txt", ".md", ".txt.gz", ".md.gz")
@@ -28,6 +29,21 @@ class Workload:
     concurrency: int
     requests: int
     warmup: int
+
+    @classmethod
+    def parse(cls, text: str) -> Workload:
+        """A row written as `IN/OUT@CONCURRENCYxREQUESTS`, as in `512/64@8x16`. Warm-up is about as much as
+        one prompt of 512 tokens per slot: a full house of short prompts, one long prompt.
+
+        Raises:
+            ValueError: written otherwise.
+        """
+        match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)@([1-9]\d*)x([1-9]\d*)", text)
+        if match is None:
+            raise ValueError(f"row {text!r}: write IN/OUT@CONCURRENCYxREQUESTS, as in 512/64@8x16")
+        tokens_in, tokens_out, concurrency, requests = map(int, match.groups())
+        warmup = min(concurrency, max(1, concurrency * 512 // tokens_in))
+        return cls(tokens_in, tokens_out, concurrency, requests, warmup)
 
     @property
     def name(self) -> str:
@@ -62,6 +78,18 @@ def read_documents(path: Path) -> list[str]:
     return documents
 
 
+def load_tokenizer(model: str) -> Tokenizer:
+    """Tokenizer of a model: a name that Morph knows, a model folder or a .gguf file."""
+    # Imported here: both take seconds, and nothing else of the client needs them.
+    from transformers import PreTrainedTokenizerFast
+
+    from morph.checkpoint import open_model
+    from morph.hub import resolve_model
+
+    folder = open_model(resolve_model(model)).tokenizer_dir
+    return cast(Tokenizer, PreTrainedTokenizerFast.from_pretrained(folder))
+
+
 class PromptSource:
     """Cuts prompts out of a text: consecutive windows of its tokens, none of them used twice."""
 
@@ -86,9 +114,7 @@ class PromptSource:
                 self._next = start + length
                 return self._tokens[start : start + length]
             self._next += 1
-        raise ValueError(
-            f"text of {len(self._tokens)} tokens is too short for the workload: give more with --text"
-        )
+        raise ValueError(f"text of {len(self._tokens)} tokens is too short for the workload: give more with --text")
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,7 @@ from transformers import PreTrainedTokenizerBase
 def dequantise(gguf: Path, folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Read `gguf`, save model (safetensors, bfloat16) and tokenizer to `folder`, and return both."""
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    read = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16
-    )
+    read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16)
     # transformers refuses to save what came from a GGUF file, although its weights are plain tensors
     # by now: move them to a model that has no quantiser.
     config = read.config

@@ -1,0 +1,24 @@
+"""Fixtures that several test folders share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.tiny import tiny_model
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random hybrid model with gates."""
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "tiny")
+
+
+@pytest.fixture(autouse=True)
+def own_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tests keep what they download out of the user's cache; compiled kernels are shared by the whole run."""
+    home = tmp_path_factory.getbasetemp() / "home"
+    monkeypatch.setenv("MORPH_HOME", str(home))
+    yield
