@@ -58,6 +58,10 @@ class Dtype(StrEnum):
     FLOAT32 = "float32"
 
 
+LAYOUTS = [MorphLayout.ATTENTION, MorphLayout.AUTO]
+VLLM_DTYPES = list(Dtype)
+
+
 def make_claims(rows: Rows) -> list[Claim]:
     """Claims that these rows, keyed by target and workload, support.
 
@@ -123,16 +127,15 @@ def main(
     morph_layout: Annotated[
         list[MorphLayout],
         typer.Option("--morph-layout", help="Layouts that Morph serves; repeatable."),
-    ] = [MorphLayout.ATTENTION, MorphLayout.AUTO],
+    ] = LAYOUTS,
     morph_args: Annotated[str, typer.Option("--morph-args", help="More options of `morph serve`.")] = "",
     vllm_venv: Annotated[
         Path | None,
         typer.Option("--vllm-venv", envvar="VLLM_VENV", help="Where vLLM is installed."),
     ] = None,
-    vllm_dtype: Annotated[list[Dtype], typer.Option("--vllm-dtype", help="Dtypes that vLLM serves; repeatable.")] = [
-        Dtype.BFLOAT16,
-        Dtype.FLOAT32,
-    ],
+    vllm_dtype: Annotated[
+        list[Dtype], typer.Option("--vllm-dtype", help="Dtypes that vLLM serves; repeatable.")
+    ] = VLLM_DTYPES,
     tcmalloc: Annotated[
         Path | None,
         typer.Option("--tcmalloc", help="libtcmalloc_minimal.so.4 for vLLM, as it recommends."),
@@ -153,10 +156,8 @@ def main(
         spec = morph_server(sys.executable, served, dtype, shlex.split(morph_args))
         targets += [own_server(f"morph-{layout}", spec) for layout in morph_layout]
     if Peer.VLLM in peers:
-        venv, folder = (
-            need(vllm_venv, "--vllm-venv", "--peer vllm"),
-            need(hf_model, "--hf-model", "--peer vllm"),
-        )
+        venv = need(vllm_venv, "--vllm-venv", "--peer vllm")
+        folder = need(hf_model, "--hf-model", "--peer vllm")
         cores = sorted(os.sched_getaffinity(0))
         targets += [own_server(f"vllm-{kind}", vllm_server(venv, folder, kind, cores, tcmalloc)) for kind in vllm_dtype]
     if Peer.TRANSFORMERS in peers:
@@ -165,7 +166,8 @@ def main(
     if not targets:
         raise typer.BadParameter("name at least one --peer or --target")
 
-    tokenizer = load_tokenizer(need(model or (hf_model and str(hf_model)), "--model", "the tokenizer"))
+    tokenizer_model = model if model is not None or hf_model is None else str(hf_model)
+    tokenizer = load_tokenizer(need(tokenizer_model, "--model", "the tokenizer"))
     source = PromptSource(read_documents(text), tokenizer)
     work = [(workload, cut_prompts(workload, source)) for workload in map(Workload.parse, row)]
     entries = run_rounds(targets, work, rounds, console.print)

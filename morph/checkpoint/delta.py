@@ -1,11 +1,15 @@
-"""Compact deltas: int8 rows with one scale each."""
+"""Compact deltas: int8 rows with one scale each, in files that a git host takes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+
+from morph.checkpoint.remedy import FETCH_AGAIN
+from morph.errors import CorruptFile, UnsupportedModel
 
 FILE_LIMIT = 15_500_000
 """Bytes of tensors per file."""
@@ -25,7 +29,11 @@ FIRST_DELTA = {
 
 
 def quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """int8 rows and float32 scales `[rows]`; per row the clipping that gives the least squared error."""
+    """int8 rows and float32 scales `[rows]`; per row the clipping that gives the least squared error.
+
+    Args:
+        weight: `[rows, columns]`.
+    """
     weight = weight.float()
     peak = weight.abs().amax(dim=1).clamp_min(1e-12)
     best = torch.full_like(peak, float("inf"))
@@ -40,8 +48,16 @@ def quantise_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 
-def pack_delta(tensors: dict[str, torch.Tensor], folder: Path) -> list[str]:
-    """Write `delta-*.safetensors` files with the large matrices in int8; returns their names."""
+def pack_delta(tensors: dict[str, torch.Tensor], folder: Path, file_limit: int = FILE_LIMIT) -> list[str]:
+    """Write `delta-*.safetensors` files; returns their names for `config.json`.
+
+    Large matrices become int8; the decay and write projection, which is small and steers the state, and the conv
+    stay float16; vectors float32.
+
+    Args:
+        tensors: mixers under the names of a model folder.
+        file_limit: bytes of tensors per file, unless one tensor alone is larger.
+    """
     packed: dict[str, torch.Tensor] = {}
     for name, tensor in sorted(tensors.items()):
         large = tensor.dim() == 2 and tensor.shape[1] >= 32 and not name.endswith("ab.weight")
@@ -52,7 +68,8 @@ def pack_delta(tensors: dict[str, torch.Tensor], folder: Path) -> list[str]:
     shards: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in packed.items():
-        if size + tensor.nbytes > FILE_LIMIT:
+        # Scales stay beside their rows.
+        if size and size + tensor.nbytes > file_limit and not name.endswith(".scale"):
             shards.append({})
             size = 0
         shards[-1][name] = tensor
@@ -65,11 +82,20 @@ def pack_delta(tensors: dict[str, torch.Tensor], folder: Path) -> list[str]:
 
 
 def read_first_delta(path: Path) -> dict[str, torch.Tensor]:
-    """Tensors of an early training run under the names of a model folder."""
+    """Tensors of an early training run under the names of a model folder, in the file's dtype.
+
+    Raises:
+        CorruptFile: not a whole safetensors file.
+        UnsupportedModel: a tensor with a name of another format.
+    """
+    try:
+        stored = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise CorruptFile(f"{path} is not a whole safetensors file ({error}); {FETCH_AGAIN}") from error
     out = {}
-    for name, tensor in load_file(path).items():
-        block, short = name.split(".")
-        if short == "cw":
-            tensor = tensor.squeeze(1)
-        out[f"blocks.{block}.ssm.{FIRST_DELTA[short]}"] = tensor
+    for name, tensor in stored.items():
+        block, _, short = name.partition(".")
+        if not block.isdecimal() or short not in FIRST_DELTA:
+            raise UnsupportedModel(f"{path}: tensor {name!r} is not one of BLOCK.{{{', '.join(FIRST_DELTA)}}}")
+        out[f"blocks.{block}.ssm.{FIRST_DELTA[short]}"] = tensor.squeeze(1) if short == "cw" else tensor
     return out

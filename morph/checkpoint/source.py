@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
-from morph.checkpoint.gguf_file import GGUFFile, sha256_of
-from morph.checkpoint.safetensors_file import SafetensorsFiles, open_hf_folder, read_json
+from morph.checkpoint.gguf_file import GGUFFile
+from morph.checkpoint.gguf_tokenizer import cached_tokenizer
+from morph.checkpoint.hf_folder import open_hf_folder, read_json
+from morph.checkpoint.remedy import FETCH_AGAIN, pull_again
+from morph.checkpoint.safetensors_file import SafetensorsFiles
+from morph.checkpoint.shapes import base_shapes, delta_shapes
 from morph.config import FORMAT_VERSION, ModelConfig
 from morph.errors import CorruptFile, ModelNotFound, UnsupportedModel
+from morph.model.rope import inverse_frequencies
+
+UNUSED = ("lm_head.weight", "rotary_emb.inv_freq")
+"""Ends of names that checkpoints carry without need: a tied head stored again, tables that are computed."""
+
+
+class TensorReader(Protocol):
+    """Tensors by their Hugging Face or Morph names."""
+
+    def names(self) -> list[str]:
+        """Names of all tensors."""
+        ...
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it."""
+        ...
+
+    def get(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """One tensor, dequantised."""
+        ...
 
 
 class ModelSource:
@@ -19,85 +45,80 @@ class ModelSource:
     Attributes:
         config: shape.
         meta: `config.json` of a Morph folder, else a minimum with the name.
-        tokenizer_dir: folder with `tokenizer.json`.
+        tokenizer_dir: folder with `tokenizer.json`; of a Morph folder, the folder itself.
+
+    Raises:
+        CorruptFile: a tensor is missing or its shape is not what the config says.
+        UnsupportedModel: tensors that no model of this shape has.
     """
 
     def __init__(
-        self, config: ModelConfig, meta: dict[str, Any], base: Any, extra: SafetensorsFiles | None, tokenizer_dir: Path
+        self,
+        config: ModelConfig,
+        meta: dict[str, Any],
+        readers: Sequence[TensorReader],
+        tokenizer_dir: Path,
+        where: Path,
+        remedy: str = FETCH_AGAIN,
     ) -> None:
-        self.config = config
-        self.meta = meta
-        self.tokenizer_dir = tokenizer_dir
-        self._base = base
-        self._base_names = set(base.names())
-        self._extra = extra
+        self.config, self.meta, self.tokenizer_dir = config, meta, tokenizer_dir
+        self._where, self._remedy = where, remedy
+        # Later readers win: a delta may replace a tensor of the base.
+        self._readers = {name: reader for reader in readers for name in reader.names()}
+        self._check()
 
     def names(self) -> list[str]:
         """Names of all tensors."""
-        return [*self._base_names, *(self._extra.names() if self._extra else [])]
+        return list(self._readers)
 
     def has(self, name: str) -> bool:
         """True when the model has the tensor."""
-        return name in self._base_names or (self._extra is not None and self._extra.has(name))
+        return name in self._readers
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, without reading it. Raises `CorruptFile` when it is missing."""
+        return self._reader(name).shape(name)
 
     def get(self, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """One tensor, dequantised.
+        """One tensor, dequantised; it may be a read-only view of the file.
 
         Raises:
-            CorruptFile: the model lacks it, or its shape is not what the config says.
+            CorruptFile: the model lacks it.
         """
-        if self._extra is not None and self._extra.has(name):
-            tensor = self._extra.get(name, dtype)
-        elif name in self._base_names:
-            tensor = self._base.get(name, dtype)
-        else:
-            raise CorruptFile(f"tensor {name} is missing; the model folder is incomplete, fetch it again")
-        expected = expected_shape(self.config, name)
-        if expected is not None and tuple(tensor.shape) != expected:
-            raise CorruptFile(f"tensor {name} has shape {tuple(tensor.shape)}, the config says {expected}")
-        return tensor
+        return self._reader(name).get(name, dtype)
+
+    def _reader(self, name: str) -> TensorReader:
+        reader = self._readers.get(name)
+        if reader is None:
+            raise CorruptFile(f"{self._where} has no tensor {name!r}; {self._remedy}")
+        return reader
+
+    def _check(self) -> None:
+        expected = base_shapes(self.config) | delta_shapes(self.config)
+        missing = [name for name in expected if name not in self._readers]
+        if missing:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise CorruptFile(f"{self._where} has no tensor {missing[0]!r}{more}; {self._remedy}")
+        for name, shape in expected.items():
+            found = self.shape(name)
+            if found != shape:
+                raise CorruptFile(
+                    f"{self._where}: tensor {name!r} has shape {found}, the config wants {shape}; {self._remedy}"
+                )
+        strange = [
+            name
+            for name in self._readers
+            if name not in expected and ".gate.fc" not in name and not name.endswith(UNUSED)
+        ]
+        if strange:
+            raise UnsupportedModel(
+                f"{self._where}: tensor {strange[0]!r} has no place in this model, so leaving it out would change "
+                "the results; use a model without it"
+            )
 
 
-def expected_shape(config: ModelConfig, name: str) -> tuple[int, ...] | None:
-    """Shape that a tensor of this name must have; None for names that are not checked."""
-    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
-    suffixes: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (config.vocab_size, hidden),
-        "lm_head.weight": (config.vocab_size, hidden),
-        "self_attn.q_proj.weight": (config.q_size, hidden),
-        "self_attn.k_proj.weight": (config.kv_size, hidden),
-        "self_attn.v_proj.weight": (config.kv_size, hidden),
-        "self_attn.o_proj.weight": (hidden, config.q_size),
-        "self_attn.q_norm.weight": (head,),
-        "self_attn.k_norm.weight": (head,),
-        "mlp.gate_proj.weight": (inner, hidden),
-        "mlp.up_proj.weight": (inner, hidden),
-        "mlp.down_proj.weight": (hidden, inner),
-        "norm.weight": (hidden,),
-        "layernorm.weight": (hidden,),
-    }
-    if config.ssm is not None:
-        states, rank = config.num_state_heads, config.ssm.gate_rank
-        suffixes |= {
-            "ssm.qkv.weight": (config.qkv_size, hidden),
-            "ssm.conv.weight": (config.qkv_size, config.ssm.conv_width),
-            "ssm.ab.weight": (2 * states, hidden),
-            "ssm.ab.bias": (2 * states,),
-            "ssm.gain": (config.num_heads,),
-            "ssm.mix": (config.num_heads,),
-            "ssm.gate_down.weight": (rank, hidden),
-            "ssm.gate_up.weight": (config.q_size, rank),
-            "ssm.gate_up.bias": (config.q_size,),
-            "ssm.out.weight": (hidden, config.q_size),
-        }
-    for suffix, shape in suffixes.items():
-        if name.endswith(suffix) and "q_norm" not in suffix and "k_norm" not in suffix and "_norm" not in name:
-            return shape
-    return (head,) if name.endswith(("q_norm.weight", "k_norm.weight")) else None
-
-
-def open_model(path: str | Path) -> ModelSource:
-    """Open a Morph folder, a Hugging Face folder or a GGUF file.
+def open_model(path: str | os.PathLike[str]) -> ModelSource:
+    """Open a Morph folder, a Hugging Face folder or a GGUF file. Reads headers only; tensors come when asked for.
 
     Raises:
         ModelNotFound: nothing there.
@@ -106,40 +127,57 @@ def open_model(path: str | Path) -> ModelSource:
     path = Path(path)
     if path.is_file() and path.suffix == ".gguf":
         file = GGUFFile(path)
-        return ModelSource(file.config, {"name": path.stem}, file, None, _gguf_tokenizer(file))
+        return _checked_rope(
+            ModelSource(file.config, {"name": path.stem}, [file], cached_tokenizer(file), path)
+        )
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"no model at {path}: neither a .gguf file nor a folder with config.json")
     meta = read_json(path / "config.json")
     if meta.get("model_type") == "morph":
-        return _open_morph(path, meta)
+        return _checked_rope(_open_morph(path, meta))
     config, files = open_hf_folder(path)
-    return ModelSource(config, {"name": path.name}, files, None, path)
+    return _checked_rope(ModelSource(config, {"name": path.resolve().name}, [files], path, path))
 
 
 def _open_morph(path: Path, meta: dict[str, Any]) -> ModelSource:
     version = meta.get("format_version")
     if version != FORMAT_VERSION:
-        raise UnsupportedModel(f"{path}: format version {version!r}, this Morph reads {FORMAT_VERSION}; update it")
-    config = ModelConfig.from_dict(meta["model"])
-    base: Any = None
+        raise UnsupportedModel(
+            f"{path}: format version {version!r}, this Morph reads {FORMAT_VERSION}; update it"
+        )
+    name, revision = meta.get("name"), meta.get("revision")
+    remedy = pull_again(f"{name}@{revision}") if name and revision else FETCH_AGAIN
+    try:
+        config = ModelConfig.from_dict(meta["model"])
+    except (KeyError, TypeError) as error:
+        raise CorruptFile(f"{path / 'config.json'} does not describe a model ({error}); {remedy}") from error
+    readers: list[TensorReader] = []
     if meta.get("base"):
-        file = path / meta["base"]["file"]
-        if not file.exists():
-            raise CorruptFile(f"{path}: the base {file.name} is missing; fetch it with `morph pull {meta.get('name')}`")
-        base = GGUFFile(file) if file.suffix == ".gguf" else open_hf_folder(file)[1]
+        readers.append(_open_base(path, meta["base"], remedy))
     names = [*meta.get("weights", []), *meta.get("delta", [])]
     if meta.get("gate"):
         names.append("gate.safetensors")
-    extra = SafetensorsFiles(path / name for name in names)
-    return ModelSource(config, meta, base if base is not None else SafetensorsFiles([]), extra, path)
+    readers.append(SafetensorsFiles((path / str(name) for name in names), remedy))
+    return ModelSource(config, meta, readers, path, path, remedy)
 
 
-def _gguf_tokenizer(file: GGUFFile) -> Path:
-    """Folder with the tokenizer of a bare GGUF file, made once per content."""
-    from morph.hub.paths import cache_home
+def _open_base(path: Path, base: dict[str, Any], remedy: str) -> TensorReader:
+    kind, file = base.get("kind"), path / str(base.get("file"))
+    if kind not in ("gguf", "safetensors"):
+        raise UnsupportedModel(
+            f"{path}: base of kind {kind!r} is unknown, want gguf or safetensors; update Morph"
+        )
+    if not file.exists():
+        raise CorruptFile(f"{path}: the base {base.get('file')} is missing; {remedy}")
+    return GGUFFile(file, remedy) if kind == "gguf" else open_hf_folder(file, remedy)[1]
 
-    folder = cache_home() / "tokenizers" / sha256_of(file.path)[:16]
-    if not (folder / "tokenizer.json").exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        file.write_tokenizer(folder)
-    return folder
+
+def _checked_rope(source: ModelSource) -> ModelSource:
+    """Refuse a RoPE scaling that the model code does not know, before any weight is read."""
+    try:
+        inverse_frequencies(source.config)
+    except KeyError as error:
+        raise CorruptFile(
+            f"rope_scaling {source.config.rope_scaling} has no {error}; restore config.json"
+        ) from error
+    return source

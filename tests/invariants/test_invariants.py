@@ -68,7 +68,7 @@ def test_engine_equals_the_reference_model(tmp_path: Path, window: int, state_he
     engine = small_llm(folder)
     source = open_model(folder)
     model = MorphModel(source.config)
-    model.load_state(source)
+    model.load_source(source)
     for bits in ("1111", "0000", "0110"):
         tokens = prompt(3, 130)
         out = engine.generate([tokens], SamplingParams(max_tokens=6, layout=bits, logprobs=1, ignore_eos=True))[0]
