@@ -288,7 +288,7 @@ def test_the_demo_on_a_terminal_draws_panels(width: int, height: int) -> None:
     object.__setattr__(engine.config, "max_context", 16_384)
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=width, height=height, color_system="truecolor")
-    tracks = run_demo(engine, prompts(), "auto", None, console, plain=False)
+    tracks = run_demo(engine, prompts(), ["auto"] * len(prompts()), None, console, plain=False)
     assert all(track.finished for track in tracks)
     assert "╭" in file.getvalue() and "█" in file.getvalue()
     assert "8 requests at the same time" in file.getvalue()

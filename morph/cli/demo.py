@@ -56,7 +56,16 @@ def demo(
     )
     engine.start()
     try:
-        run(engine, chosen, layout, budget, console, plain)
+        layouts = [layout] * len(chosen)
+        if layout == "auto" and not engine.has_gates:
+            console.print(
+                "This model has no gates yet, so the demo names the layouts itself: attention, ssm, every other block.",
+                style="yellow",
+            )
+            blocks = engine.config.num_blocks
+            named = ("attention", "ssm", "".join("10"[block % 2] for block in range(blocks)))
+            layouts = [named[number % len(named)] for number in range(len(chosen))]
+        run(engine, chosen, layouts, budget, console, plain)
     finally:
         engine.stop()
     typer.echo(NEXT.format(model=model, name=engine.model_name))

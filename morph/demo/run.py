@@ -67,7 +67,7 @@ async def follow(
 def run(
     engine: ServedEngine,
     prompts: Sequence[Prompt],
-    layout: str,
+    layouts: Sequence[str],
     budget: float | None,
     console: Console,
     plain: bool | None = None,
@@ -75,7 +75,7 @@ def run(
     """Show the prompts being answered, then a table.
 
     Args:
-        layout: of all requests, usually `auto`.
+        layouts: one per prompt, usually all `auto`.
         plain: lines instead of panels; None = when the console is no terminal.
 
     Raises:
@@ -88,7 +88,7 @@ def run(
     async def all_of_them(changed: Callable[[Track], None]) -> None:
         try:
             async with asyncio.TaskGroup() as group:
-                for number, track in enumerate(tracks):
+                for number, (track, layout) in enumerate(zip(tracks, layouts, strict=True)):
                     params = SamplingParams(
                         max_tokens=track.prompt.max_tokens, layout=layout, attention_budget=budget
                     )

@@ -56,6 +56,11 @@ class AsyncEngine:
         return cls(load_engine(path, engine_config, device))
 
     @property
+    def has_gates(self) -> bool:
+        """True when `layout="auto"` is served by gates (or there is nothing to decide)."""
+        return "adaptive" not in self.config.block_kinds or bool(self.source.meta.get("gate"))
+
+    @property
     def alive(self) -> bool:
         """False before `start` and once the loop has stopped."""
         return self._thread is not None and self._thread.is_alive() and self.error is None

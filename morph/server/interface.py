@@ -51,6 +51,11 @@ class ServedEngine(Protocol):
         ...
 
     @property
+    def has_gates(self) -> bool:
+        """True when `layout="auto"` can be served."""
+        ...
+
+    @property
     def alive(self) -> bool:
         """False once the engine loop has stopped."""
         ...

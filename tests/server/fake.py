@@ -62,6 +62,11 @@ class FakeEngine:
     aborted: list[str] = field(default_factory=list)
     made: dict[str, int] = field(default_factory=dict)
 
+    @property
+    def has_gates(self) -> bool:
+        """Scripted layouts stand for gates."""
+        return True
+
     def __post_init__(self) -> None:
         self.tokenizer = ByteTokenizer()
         self.config = ModelConfig(
