@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.tiny import tiny_model
+
+
+# Tiny models gain nothing from threads, and on a busy machine waiting for each other costs them minutes.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

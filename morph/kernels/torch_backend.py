@@ -1,4 +1,4 @@
-"""Reference backend: every op in plain torch, on any device. Slow on CPU, and what native kernels are tested against."""
+"""Reference backend: every op in plain torch, on any device. Native kernels are tested against it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ SMALL_GEMM = 16
 
 @dataclass(frozen=True, eq=False)
 class TorchLinear:
-    """A weight `[n, k]` as it is."""
+    """A weight `[n, k]`, rounded to `dtype`.
+
+    On CPU it is kept in float32: converting a bfloat16 weight in every call costs far more than the product.
+    """
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    dtype: torch.dtype
 
     @property
     def n(self) -> int:
@@ -31,18 +35,13 @@ class TorchLinear:
         """Input features."""
         return self.weight.shape[1]
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weight."""
-        return self.weight.dtype
-
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Embedding lookup, float32 `[count, k]`."""
         return self.weight[ids.long()].float()
 
     def unpack(self) -> torch.Tensor:
         """The weight, a copy."""
-        return self.weight.clone()
+        return self.weight.to(self.dtype, copy=True)
 
 
 class TorchKernels:
@@ -63,7 +62,10 @@ class TorchKernels:
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
         """See `Kernels.pack_linear`."""
-        return TorchLinear(weight.to(self.device, self.dtype).contiguous(), None if bias is None else bias.float())
+        kept = weight.to(self.device, self.dtype).contiguous()
+        if self.device.type == "cpu":
+            kept = kept.float()
+        return TorchLinear(kept, None if bias is None else bias.float(), self.dtype)
 
     def linear(self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `Kernels.linear`."""
@@ -208,7 +210,10 @@ class TorchKernels:
         if params.window:
             assert params.mix is not None
             share = torch.sigmoid(params.mix)[:, None]
-            o = share * self._window(x_in, params, storage, table_row, start if has_state else 0, start) + (1 - share) * o
+            o = (
+                share * self._window(x_in, params, storage, table_row, start if has_state else 0, start)
+                + (1 - share) * o
+            )
         storage[table_row[: params.state_heads].long()] = final[0].contiguous().flatten(1).view(torch.uint8)
         conv_tail.copy_(tail[0])
         return _into(out, o.flatten(1))
@@ -295,9 +300,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, positions: tor
     return torch.cat([first * c - second * s, second * c + first * s], dim=-1)
 
 
-def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
     """Grouped-query attention: q `[heads, rows, d]`, k, v `[kv_heads, keys, d]`, mask `[rows, keys]`.
 
     Heads of a group are folded into the rows and small products padded, so that results do not jump with the shape.

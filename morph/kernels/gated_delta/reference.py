@@ -88,10 +88,7 @@ def _recurrence(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     q, k, v, g, beta = (x.to(dtype) for x in (q, k, v, g, beta))
     batch, tokens, heads, dim = k.shape
-    if initial_state is None:
-        state = q.new_zeros(batch, heads, dim, v.shape[-1])
-    else:
-        state = initial_state.to(dtype)
+    state = q.new_zeros(batch, heads, dim, v.shape[-1]) if initial_state is None else initial_state.to(dtype)
     out = []
     for t in range(tokens):
         state = state * g[:, t].exp()[..., None, None]
@@ -172,10 +169,7 @@ def chunk_gated_delta_rule(
     inside = (q @ k.mT) * decay
     q_start, k_end = q * since_start, (k * until_end).mT
     shrink = since_start[..., -1, :].unsqueeze(-1)
-    if initial_state is None:
-        state = q.new_zeros(batch, heads, dim, value_dim)
-    else:
-        state = initial_state.float()
+    state = q.new_zeros(batch, heads, dim, value_dim) if initial_state is None else initial_state.float()
     states, written = [], []
     for index in range(q.shape[2]):
         states.append(state)
