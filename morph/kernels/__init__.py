@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
+from ctypes import CDLL
+
 import torch
 
 from morph.kernels.interface import Kernels
+from morph.kernels.torch_backend import TorchKernels
 
 __all__ = ["get_kernels"]
+
+_log = logging.getLogger(__name__)
 
 
 def get_kernels(device: torch.device | str, dtype: torch.dtype, num_kv_heads: int) -> Kernels:
     """The backend for a device: C++ on CPU, plain torch elsewhere or where no compiler is found.
 
+    The environment variable MORPH_KERNELS forces `torch` or `native`.
+
     Args:
         dtype: of weights, keys and values: float32 or bfloat16.
         num_kv_heads: of the model, which tables and pools do not say.
-    """
-    from morph.kernels.torch_backend import TorchKernels
 
-    return TorchKernels(device, dtype, num_kv_heads)
+    Raises:
+        KernelBuildError: `native` is forced and cannot be built.
+        ValueError: MORPH_KERNELS has another value.
+    """
+    choice = os.environ.get("MORPH_KERNELS", "auto")
+    if choice not in ("auto", "torch", "native"):
+        raise ValueError(f"MORPH_KERNELS is {choice!r}; use torch, native or auto")
+    if torch.device(device).type != "cpu" or choice == "torch":
+        return TorchKernels(device, dtype, num_kv_heads)
+    from morph.kernels.build import load_library
+    from morph.kernels.native_backend import NativeKernels
+
+    library = load_library() if choice == "native" else _library()
+    if library is None:
+        return TorchKernels(device, dtype, num_kv_heads)
+    return NativeKernels(library, dtype, num_kv_heads)
+
+
+@functools.cache
+def _library() -> CDLL | None:
+    """The native kernels, or None after one warning."""
+    from morph.kernels.build import KernelBuildError, load_library
+
+    try:
+        return load_library()
+    except (KernelBuildError, OSError) as error:
+        _log.warning("native CPU kernels are off, generation will be many times slower: %s", error)
+        return None

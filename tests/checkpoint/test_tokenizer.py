@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from pathlib import Path
@@ -21,7 +22,8 @@ from tests.tiny import tiny_config, tiny_tensors
 
 TEXT = (
     "The cat sat on the mat, and the other cats sat there too. It's 1234 or 99  days since 2021-03-04; they'll see.\n"
-    "def f(x):\n    return x ** 2  # ünïcödé, 漢字, 🙂 and tabs\t\t!\n\n\nWe've SEEN ThisCase; the HTTP_Server's log:  12   34\n"
+    "def f(x):\n    return x ** 2  # ünïcödé, 漢字, 🙂 and tabs\t\t!\n\n\n"
+    "We've SEEN ThisCase; the HTTP_Server's log:  12   34\n"
 )
 SAMPLES = [
     "", " ", "\n", "  12 cats", "it's 3.14 or 1,000,000", "a\t\tb\r\n\r\nc", "漢字 🙂🙂 é e\u0301", "HTTPServer'S x'll",
@@ -63,7 +65,8 @@ TEMPLATES = {
 }
 CHATS: list[list[dict[str, Any]]] = [
     [{"role": "user", "content": "What's  5 < 6 & \"7\"?\n"}],
-    [{"role": "system", "content": "S"}, {"role": "user", "content": "é 漢"}, {"role": "assistant", "content": "a</think>\n\nb"},
+    [{"role": "system", "content": "S"}, {"role": "user", "content": "é 漢"},
+     {"role": "assistant", "content": "</think>b"},
      {"role": "tool", "content": "42"}, {"role": "user", "content": " trailing ", "name": None}],
     [{"role": "user", "content": str(i), "name": "n"} for i in range(9)],
 ]  # fmt: skip
@@ -167,7 +170,10 @@ def test_digits_after_spaces_are_split_as_the_base_was_trained(pairs: dict[str, 
     assert own.convert_ids_to_tokens(own.encode("  12"))[-2:] == ["1", "2"]
 
 
-@pytest.mark.parametrize(("add_bos", "pre", "expected"), [(True, "smollm", True), (None, "llama-bpe", True), (None, "smollm", False)])
+@pytest.mark.parametrize(
+    ("add_bos", "pre", "expected"),
+    [(True, "smollm", True), (None, "llama-bpe", True), (None, "smollm", False)],
+)
 def test_bos_is_added_where_the_file_or_its_kind_says_so(
     add_bos: bool | None, pre: str, expected: bool, tmp_path: Path
 ) -> None:
@@ -187,26 +193,59 @@ def test_an_unknown_pre_tokenizer_is_refused_with_the_known_ones(tmp_path: Path)
         converted(tmp_path, gguf_fields(KINDS["smollm"], "smollm") | {"ggml.token_type": [1, 1]})
 
 
-def test_sentencepiece_vocabularies_merge_by_score(tmp_path: Path) -> None:
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    letters = ["▁", *"abcdehlorstw.,!"]
-    merged = ["he", "ll", "▁t", "▁the", "the", "llo", "hello", "▁hello", "or", "wor", "▁w", "▁wor", "ld", "▁world", "▁▁"]
-    tokens = [*pieces, *merged, *letters]
-    scores = [0.0] * len(pieces) + [-float(i) for i in range(len(merged))] + [-1000.0] * len(letters)
-    fields = {
-        "ggml.model": "llama", "ggml.pre": "default", "ggml.tokens": tokens, "ggml.scores": scores,
+PIECES = ["he", "ll", "▁t", "▁the", "the", "llo", "hello", "▁hello", "or", "wor", "▁w", "ld", "▁world", "▁▁"]
+LETTERS = ["▁", *"abcdehlorstw.,!"]
+
+
+def sentencepiece_fields() -> dict[str, Any]:
+    """A Llama 2 vocabulary: control tokens, bytes, pieces with scores that are not in the order of ids, letters."""
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES, *LETTERS]
+    scores = [0.0] * 259 + [-float((i * 5) % len(PIECES)) for i in range(len(PIECES))] + [-1000.0] * len(LETTERS)
+    return {
+        "ggml.model": "llama",
+        "ggml.pre": "default",
+        "ggml.tokens": tokens,
+        "ggml.scores": scores,
         "ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * (len(tokens) - 259),
-        "ggml.bos_token_id": 1, "ggml.eos_token_id": 2, "ggml.unknown_token_id": 0,
-    }  # fmt: skip
-    own = converted(tmp_path, fields)
-    assert own.convert_ids_to_tokens(own.encode("the hello world")) == ["<s>", "▁the", "▁hello", "▁wor", "ld"]
-    assert own.convert_ids_to_tokens(own.encode("the</s>the"))[1:] == ["▁the", "</s>", "▁the"]
-    for text in ("hello", "  hello", "é\n漢 q", "a</s>b"):
-        ids = own.encode(text)
-        assert own.decode(ids, skip_special_tokens=True).replace(" b", "b") == text.replace("</s>", "")
-    assert own.token_bytes(tokens.index("<0x0A>")) == b"\n"
-    assert own.token_bytes(tokens.index("▁hello")) == b" hello"
-    assert own.token_bytes(2) == b"</s>"
+        "ggml.bos_token_id": 1,
+        "ggml.eos_token_id": 2,
+        "ggml.unknown_token_id": 0,
+    }
+
+
+def sentencepiece(text: str, fields: dict[str, Any]) -> list[str]:
+    """The algorithm as sentencepiece has it: join the neighbours that make the best piece, leftmost first."""
+    score = dict(zip(fields["ggml.tokens"], fields["ggml.scores"], strict=True))
+    parts = list("▁" + text.replace(" ", "▁"))
+    while True:
+        pairs = [(-score[a + b], i) for i, (a, b) in enumerate(itertools.pairwise(parts)) if a + b in score]
+        if not pairs:
+            return [q for p in parts for q in ([p] if p in score else [f"<0x{x:02X}>" for x in p.encode()])]
+        at = min(pairs)[1]
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    text=st.lists(
+        st.sampled_from(["the", "hello", " ", "world", "he", "llo", "é", "x", "wor", "t"]), min_size=1
+    ).map("".join)
+)
+def test_sentencepiece_vocabularies_merge_by_score(text: str, spm: Any) -> None:
+    ids = spm.encode(text)
+    assert spm.convert_ids_to_tokens(ids) == ["<s>", *sentencepiece(text, sentencepiece_fields())]
+    assert spm.decode(ids) == text
+    assert b"".join(spm.token_bytes(number) for number in ids[1:]) == b" " + text.encode()
+
+
+@pytest.fixture(scope="module")
+def spm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return converted(tmp_path_factory.mktemp("spm"), sentencepiece_fields())
+
+
+def test_sentencepiece_control_tokens_are_matched_in_text(spm: Any) -> None:
+    assert spm.convert_ids_to_tokens(spm.encode("the</s>the"))[1:] == ["▁the", "</s>", "▁the"]
+    assert spm.token_bytes(2) == b"</s>" and spm.eos_token_ids == (2,)
 
 
 def test_a_bare_gguf_file_gets_its_tokenizer_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,7 +258,8 @@ def test_a_bare_gguf_file_gets_its_tokenizer_once(tmp_path: Path, monkeypatch: p
     stamp = (folder / "tokenizer.json").stat().st_mtime_ns
     assert open_model(path).tokenizer_dir == folder and (folder / "tokenizer.json").stat().st_mtime_ns == stamp
     other = byte_tokenizer(config.vocab_size) | {"chat_template": "x"}
-    assert open_model(write_gguf(tmp_path / "o.gguf", config, tiny_tensors(config)[0], tokenizer=other)).tokenizer_dir != folder
+    second = open_model(write_gguf(tmp_path / "o.gguf", config, tiny_tensors(config)[0], tokenizer=other))
+    assert second.tokenizer_dir != folder
 
 
 # ---- against transformers

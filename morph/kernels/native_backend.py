@@ -1,0 +1,354 @@
+"""CPU backend in C++: thin calls through ctypes into the library that `build` compiles.
+
+Calls release the GIL. Wrappers check next to nothing: shapes are the engine's promise, and a decode step makes
+hundreds of calls. Head dims other than 32, 64, 96 and 128 take the torch ops for attention and Gated DeltaNet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn import functional as F
+
+from morph.kernels.build import cpu_has
+from morph.kernels.interface import PackedLinear, SSMParams
+from morph.kernels.torch_backend import TorchKernels, head_dim
+
+HEAD_DIMS = (32, 64, 96, 128)
+PANEL = 32
+ONEDNN_ROWS = 64
+"""Rows from which AMX beats float32 although the weight has to be unpacked."""
+
+_POINTER, _LONG, _INT, _INT64, _DOUBLE = (
+    ctypes.c_void_p,
+    ctypes.c_long,
+    ctypes.c_int,
+    ctypes.c_int64,
+    ctypes.c_double,
+)
+_SIGNATURES: dict[str, list[Any]] = {
+    "pack": [_POINTER, _INT, _LONG, _LONG, _POINTER, _INT],
+    "unpack": [_POINTER, _INT, _LONG, _LONG, _POINTER, _INT],
+    "unpack_rows": [_POINTER, _INT, _LONG, _POINTER, _LONG, _POINTER, _INT],
+    "linear": [_POINTER, _LONG, _POINTER, _INT, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _INT],
+    "rms_norm": [_POINTER, _POINTER, _DOUBLE, _LONG, _LONG, _POINTER, _INT],
+    "add_rms_norm": [_POINTER, _POINTER, _POINTER, _DOUBLE, _LONG, _LONG, _POINTER, _INT],
+    "silu_mul": [_POINTER, _LONG, _LONG, _POINTER, _INT],
+    "gate_silu_mul": [_POINTER, _POINTER, _LONG, _LONG, _INT],
+    "sum_tokens": [_POINTER, _POINTER, _LONG, _LONG, _LONG, _INT],
+    "rope_write_kv": [
+        *(_POINTER, _LONG, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _DOUBLE),
+        *(_POINTER, _INT64, _POINTER, _LONG, _POINTER, _LONG, _LONG, _INT),
+        *(_LONG, _LONG, _LONG, _LONG, _INT),
+    ],
+    "prefill_attention": [
+        *(_POINTER, _LONG, _POINTER, _INT64, _POINTER, _LONG, _LONG, _INT),
+        *(_LONG, _LONG, _LONG, _LONG, _LONG, _DOUBLE, _POINTER, _INT),
+    ],
+    "decode_attention": [
+        *(_POINTER, _LONG, _POINTER, _INT64, _POINTER, _LONG, _LONG, _LONG, _INT, _POINTER, _POINTER),
+        *(_LONG, _LONG, _LONG, _LONG, _DOUBLE, _POINTER, _INT),
+    ],
+    "gdn_prefill": [
+        *(_POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT64, _POINTER, _LONG, _INT),
+        *(_POINTER, _INT, _LONG, _POINTER, _INT),
+    ],
+    "gdn_decode": [
+        *(_POINTER, _POINTER, _LONG, _LONG, _POINTER, _INT64, _POINTER, _LONG, _LONG, _INT),
+        *(_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _INT),
+    ],
+}
+
+
+class _GdnParams(ctypes.Structure):
+    """Mirrors `GdnParams` in native/gdn.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("conv", "ab_bias", "gain", "mix", "cos", "sin")),
+        *((name, ctypes.c_int64) for name in ("heads", "kv_heads", "state_heads", "dim", "width", "window")),
+    ]
+
+
+class NativeLinear:
+    """A weight in panels of 32 output features: `[ceil(n / 32)][k][32]`, see native/linear.cpp.
+
+    Attributes:
+        pointer, bias_pointer: addresses of `packed` and `bias`, read once.
+    """
+
+    def __init__(
+        self, packed: torch.Tensor, bias: torch.Tensor | None, n: int, k: int, library: Any, threads: int
+    ) -> None:
+        self.packed, self.bias = packed, bias
+        self.n, self.k = n, k
+        self.dtype = packed.dtype
+        self.is_bf16 = int(packed.dtype == torch.bfloat16)
+        self.pointer = packed.data_ptr()
+        self.bias_pointer = None if bias is None else bias.data_ptr()
+        self._library, self._threads = library, threads
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight, float32 `[count, k]`."""
+        ids = ids.to(torch.int64).contiguous()
+        out = torch.empty((ids.shape[0], self.k))
+        self._library.morph_unpack_rows(
+            self.pointer, self.is_bf16, self.k, ids.data_ptr(), ids.shape[0], out.data_ptr(), self._threads
+        )
+        return out
+
+    def unpack(self) -> torch.Tensor:
+        """The weight `[n, k]`, a copy."""
+        out = torch.empty((self.n, self.k), dtype=self.dtype)
+        self._library.morph_unpack(self.pointer, self.is_bf16, self.n, self.k, out.data_ptr(), self._threads)
+        return out
+
+
+class NativeKernels(TorchKernels):
+    """`Kernels` on CPU in C++.
+
+    Args:
+        library: from `build.load_library`.
+        dtype: of weights, keys and values: float32 or bfloat16.
+        num_kv_heads: of the model.
+        threads: None = as many as torch uses.
+    """
+
+    name = "native"
+
+    def __init__(
+        self, library: ctypes.CDLL, dtype: torch.dtype, num_kv_heads: int, threads: int | None = None
+    ) -> None:
+        super().__init__("cpu", dtype, num_kv_heads)
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"dtype {dtype} has no native kernels; use torch.float32 or torch.bfloat16")
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(library, f"morph_{name}")
+            function.argtypes, function.restype = arguments, None
+        self._library: Any = library
+        self._threads = threads or torch.get_num_threads()
+        self._is_bf16 = int(dtype == torch.bfloat16)
+        self._params: WeakKeyDictionary[SSMParams, tuple[Any, torch.Tensor, int]] = WeakKeyDictionary()
+        gemm = os.environ.get("MORPH_CPU_GEMM", "auto")
+        if gemm not in ("auto", "native", "onednn"):
+            raise ValueError(f"MORPH_CPU_GEMM is {gemm!r}; use auto, native or onednn")
+        self._onednn = gemm == "onednn" or (gemm == "auto" and cpu_has("amx_bf16"))
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:
+        """See `Kernels.pack_linear`."""
+        weight = weight.to(self.dtype).contiguous()
+        n, k = weight.shape
+        packed = torch.empty((-(-n // PANEL) * PANEL * k,), dtype=self.dtype)
+        self._library.morph_pack(weight.data_ptr(), self._is_bf16, n, k, packed.data_ptr(), self._threads)
+        bias = None if bias is None else bias.to(torch.float32).contiguous()
+        return NativeLinear(packed, bias, n, k, self._library, self._threads)
+
+    def linear(self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Kernels.linear`."""
+        assert isinstance(weight, NativeLinear) and x.dtype is torch.float32
+        rows, n = x.shape[0], weight.n
+        if out is None:
+            out = torch.empty((rows, n))
+        if self._onednn and rows >= ONEDNN_ROWS and weight.is_bf16:
+            y = F.linear(x.to(torch.bfloat16), weight.unpack())
+            out.copy_(y)
+            return out if weight.bias is None else out.add_(weight.bias)
+        self._library.morph_linear(
+            x.data_ptr(), x.stride(0), weight.pointer, weight.is_bf16, weight.bias_pointer, out.data_ptr(), n,
+            rows, n, weight.k, self._threads,
+        )  # fmt: skip
+        return out
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Kernels.rms_norm`."""
+        if out is None:
+            out = torch.empty_like(x)
+        rows, d = x.shape
+        self._library.morph_rms_norm(x.data_ptr(), weight.data_ptr(), eps, rows, d, out.data_ptr(), self._threads)
+        return out
+
+    def add_rms_norm_(
+        self,
+        h: torch.Tensor,
+        delta: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Kernels.add_rms_norm_`."""
+        if out is None:
+            out = torch.empty_like(h)
+        rows, d = h.shape
+        self._library.morph_add_rms_norm(
+            h.data_ptr(), delta.data_ptr(), weight.data_ptr(), eps, rows, d, out.data_ptr(), self._threads
+        )
+        return out
+
+    def silu_mul(self, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Kernels.silu_mul`."""
+        rows, n = gate_up.shape[0], gate_up.shape[1] // 2
+        if out is None:
+            out = torch.empty((rows, n))
+        self._library.morph_silu_mul(gate_up.data_ptr(), rows, n, out.data_ptr(), self._threads)
+        return out
+
+    def gate_silu_mul_(self, o: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """See `Kernels.gate_silu_mul_`."""
+        rows, n = o.shape
+        self._library.morph_gate_silu_mul(o.data_ptr(), z.data_ptr(), rows, n, self._threads)
+        return o
+
+    def sum_tokens_(self, acc: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """See `Kernels.sum_tokens_`."""
+        assert acc.dtype is torch.float64
+        rows, d = x.shape
+        self._library.morph_sum_tokens(acc.data_ptr(), x.data_ptr(), x.stride(0), rows, d, self._threads)
+        return acc
+
+    def rope_write_kv_(
+        self,
+        qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        positions: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        eps: float,
+        storage: torch.Tensor,
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        max_pages: int,
+    ) -> None:
+        """See `Kernels.rope_write_kv_`."""
+        dim = head_dim(storage)
+        if dim not in HEAD_DIMS:
+            return super().rope_write_kv_(
+                qkv, cos, sin, positions, q_norm, k_norm, eps, storage, table, slots, max_pages
+            )
+        rows, columns = qkv.shape
+        self._library.morph_rope_write_kv(
+            qkv.data_ptr(), qkv.stride(0), cos.data_ptr(), sin.data_ptr(), positions.data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(), eps,
+            storage.data_ptr(), storage.stride(0), table.data_ptr(), table.stride(0), slots.data_ptr(), max_pages,
+            self._page_tokens(dim), self._is_bf16, rows, columns // dim - 2 * self.num_kv_heads, self.num_kv_heads,
+            dim, self._threads,
+        )  # fmt: skip
+        return None
+
+    def prefill_attention(
+        self,
+        q: torch.Tensor,
+        storage: torch.Tensor,
+        table_row: torch.Tensor,
+        max_pages: int,
+        start: int,
+        scale: float,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Kernels.prefill_attention`."""
+        dim = head_dim(storage)
+        if dim not in HEAD_DIMS:
+            return super().prefill_attention(q, storage, table_row, max_pages, start, scale, out)
+        rows, columns = q.shape
+        if out is None:
+            out = torch.empty((rows, columns))
+        self._library.morph_prefill_attention(
+            q.data_ptr(), q.stride(0), storage.data_ptr(), storage.stride(0), table_row.data_ptr(), max_pages,
+            self._page_tokens(dim), self._is_bf16, rows, columns // dim, self.num_kv_heads, dim, start, scale,
+            out.data_ptr(), self._threads,
+        )  # fmt: skip
+        return out
+
+    def decode_attention(
+        self,
+        q: torch.Tensor,
+        storage: torch.Tensor,
+        table: torch.Tensor,
+        max_pages: int,
+        slots: torch.Tensor,
+        lens: torch.Tensor,
+        scale: float,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Kernels.decode_attention`."""
+        dim = head_dim(storage)
+        if dim not in HEAD_DIMS:
+            return super().decode_attention(q, storage, table, max_pages, slots, lens, scale, out)
+        rows, columns = q.shape
+        if out is None:
+            out = torch.empty((rows, columns))
+        self._library.morph_decode_attention(
+            q.data_ptr(), q.stride(0), storage.data_ptr(), storage.stride(0), table.data_ptr(), table.stride(0),
+            max_pages, self._page_tokens(dim), self._is_bf16, slots.data_ptr(), lens.data_ptr(), rows,
+            columns // dim, self.num_kv_heads, dim, scale, out.data_ptr(), self._threads,
+        )  # fmt: skip
+        return out
+
+    def gdn_prefill(
+        self,
+        x_in: torch.Tensor,
+        params: SSMParams,
+        storage: torch.Tensor,
+        table_row: torch.Tensor,
+        conv_tail: torch.Tensor,
+        has_state: bool,
+        start: int,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Kernels.gdn_prefill`."""
+        if params.head_dim not in HEAD_DIMS:
+            return super().gdn_prefill(x_in, params, storage, table_row, conv_tail, has_state, start, out)
+        rows = x_in.shape[0]
+        if out is None:
+            out = torch.empty((rows, params.heads * params.head_dim))
+        self._library.morph_gdn_prefill(
+            self._gdn_params(params), x_in.data_ptr(), x_in.stride(0), rows, storage.data_ptr(), storage.stride(0),
+            table_row.data_ptr(), self._page_tokens(params.head_dim), self._is_bf16, conv_tail.data_ptr(), has_state,
+            start, out.data_ptr(), self._threads,
+        )  # fmt: skip
+        return out
+
+    def gdn_decode(
+        self,
+        x_in: torch.Tensor,
+        params: SSMParams,
+        storage: torch.Tensor,
+        table: torch.Tensor,
+        slots: torch.Tensor,
+        conv_tails: torch.Tensor,
+        positions: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `Kernels.gdn_decode`."""
+        if params.head_dim not in HEAD_DIMS:
+            return super().gdn_decode(x_in, params, storage, table, slots, conv_tails, positions, out)
+        rows = x_in.shape[0]
+        if out is None:
+            out = torch.empty((rows, params.heads * params.head_dim))
+        self._library.morph_gdn_decode(
+            self._gdn_params(params), x_in.data_ptr(), x_in.stride(0), rows, storage.data_ptr(), storage.stride(0),
+            table.data_ptr(), table.stride(0), self._page_tokens(params.head_dim), self._is_bf16, slots.data_ptr(),
+            conv_tails.data_ptr(), conv_tails.stride(0), positions.data_ptr(), out.data_ptr(), self._threads,
+        )  # fmt: skip
+        return out
+
+    def _page_tokens(self, dim: int) -> int:
+        return dim if self._is_bf16 else dim // 2
+
+    def _gdn_params(self, params: SSMParams) -> int:
+        """Address of the C struct of these parameters, made once."""
+        known = self._params.get(params)
+        if known is None:
+            conv = params.conv_weight.T.contiguous()
+            tensors = (conv, params.ab_bias, params.gain, params.mix, params.cos, params.sin)
+            struct = _GdnParams(
+                *(None if tensor is None else tensor.data_ptr() for tensor in tensors),
+                params.heads, params.kv_heads, params.state_heads, params.head_dim, conv.shape[0], params.window,
+            )  # fmt: skip
+            known = self._params[params] = (struct, conv, ctypes.addressof(struct))
+        return known[2]
