@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from morph.checkpoint.gguf_file import GGUFFile
-from morph.errors import CorruptFile, UnsupportedModel
+from morph.errors import CorruptFile, MorphError, UnsupportedModel
 
 CONVERTER_VERSION = 1
 """Raised when the same file converts to another tokenizer, so that cached ones are made again."""
@@ -53,18 +53,14 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
         CorruptFile: the vocabulary is missing or incomplete.
         UnsupportedModel: a tokenizer that Morph cannot rebuild exactly.
     """
-    fields = _Fields(file)
-    kind = fields.get("model")
-    if kind == "gpt2":
-        tokenizer, bos_default = _byte_level(fields), fields.get("pre") in WHOLE_WORDS_FIRST
-    elif kind == "llama":
-        tokenizer, bos_default = _sentencepiece(fields), True
-    else:
-        raise UnsupportedModel(
-            f"{file.path}: tokenizer {kind!r} is not supported (want gpt2 or llama); use the safetensors folder"
-        )
-    _add_special(tokenizer, fields)
-    _add_ends(tokenizer, fields, bos_default)
+    try:
+        fields = _Fields(file)
+        tokenizer = _build(fields)
+    except MorphError:
+        raise
+    except Exception as error:
+        # The tokenizers library raises plain Exception, and a damaged field can be of any type.
+        raise CorruptFile(f"{file.path}: the tokenizer makes no sense ({error}); {file.remedy}") from error
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -82,6 +78,21 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
         json.dumps(config, indent=1, ensure_ascii=False) + "\n", "utf-8"
     )
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _build(fields: _Fields) -> Tokenizer:
+    kind, path = fields.get("model"), fields.file.path
+    if kind == "gpt2":
+        tokenizer, bos_default = _byte_level(fields), fields.get("pre") in WHOLE_WORDS_FIRST
+    elif kind == "llama":
+        tokenizer, bos_default = _sentencepiece(fields), True
+    else:
+        raise UnsupportedModel(
+            f"{path}: tokenizer {kind!r} is not supported (want gpt2 or llama); use the safetensors folder"
+        )
+    _add_special(tokenizer, fields)
+    _add_ends(tokenizer, fields, bos_default)
+    return tokenizer
 
 
 def cached_tokenizer(file: GGUFFile) -> Path:

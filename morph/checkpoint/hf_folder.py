@@ -102,6 +102,12 @@ def _read_config(folder: Path, data: dict[str, Any]) -> ModelConfig:
         )
     except KeyError as error:
         raise CorruptFile(f"{folder / 'config.json'} has no {error}; {FETCH_AGAIN}") from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        raise CorruptFile(
+            f"{folder / 'config.json'} has a value that makes no sense ({error}); {FETCH_AGAIN}"
+        ) from error
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{folder}: {error}") from error
 
 
 def read_json(path: Path, remedy: str = FETCH_AGAIN) -> dict[str, Any]:

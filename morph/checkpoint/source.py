@@ -134,9 +134,9 @@ def open_model(path: str | os.PathLike[str]) -> ModelSource:
         raise ModelNotFound(f"no model at {path}: neither a .gguf file nor a folder with config.json")
     meta = read_json(path / "config.json")
     if meta.get("model_type") == "morph":
-        return _checked_rope(_open_morph(path, meta))
+        return _checked_rope(_open_morph(path, meta), path)
     config, files = open_hf_folder(path)
-    return _checked_rope(ModelSource(config, {"name": path.resolve().name}, [files], path, path))
+    return _checked_rope(ModelSource(config, {"name": path.resolve().name}, [files], path, path), path)
 
 
 def _open_morph(path: Path, meta: dict[str, Any]) -> ModelSource:
@@ -149,8 +149,10 @@ def _open_morph(path: Path, meta: dict[str, Any]) -> ModelSource:
     remedy = pull_again(f"{name}@{revision}") if name and revision else FETCH_AGAIN
     try:
         config = ModelConfig.from_dict(meta["model"])
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ZeroDivisionError) as error:
         raise CorruptFile(f"{path / 'config.json'} does not describe a model ({error}); {remedy}") from error
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{path}: {error}") from error
     readers: list[TensorReader] = []
     if meta.get("base"):
         readers.append(_open_base(path, meta["base"], remedy))
@@ -172,12 +174,12 @@ def _open_base(path: Path, base: dict[str, Any], remedy: str) -> TensorReader:
     return GGUFFile(file, remedy) if kind == "gguf" else open_hf_folder(file, remedy)[1]
 
 
-def _checked_rope(source: ModelSource) -> ModelSource:
+def _checked_rope(source: ModelSource, path: Path) -> ModelSource:
     """Refuse a RoPE scaling that the model code does not know, before any weight is read."""
     try:
         inverse_frequencies(source.config)
     except KeyError as error:
-        raise CorruptFile(
-            f"rope_scaling {source.config.rope_scaling} has no {error}; restore config.json"
-        ) from error
+        raise CorruptFile(f"{path}: rope_scaling {source.config.rope_scaling} has no {error}; restore it") from error
+    except UnsupportedModel as error:
+        raise UnsupportedModel(f"{path}: {error}") from error
     return source

@@ -61,7 +61,9 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
     assert all(torch.equal(source.get(name), tensor) for name, tensor in tensors.items())
     assert source.tokenizer_dir == tmp_path / "m" and source.meta["name"] == "m"
     (tmp_path / "m" / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(CorruptFile, match=r"model-00002-of-00003\.safetensors is missing.*morph pull --force"):
+    with pytest.raises(
+        CorruptFile, match=r"model-00002-of-00003\.safetensors is missing.*morph pull --force"
+    ):
         open_model(tmp_path / "m")
 
 
@@ -110,7 +112,10 @@ def test_a_tied_head_that_is_stored_again_is_ignored_and_buffers_too(tmp_path: P
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["MambaForCausalLM"]}, "'MambaForCausalLM' is not supported; use one of LlamaForCausalLM"),
+        (
+            {"architectures": ["MambaForCausalLM"]},
+            "'MambaForCausalLM' is not supported; use one of LlamaForCausalLM",
+        ),
         ({"architectures": []}, "'none' is not supported"),
         ({"attention_bias": True}, "attention_bias"),
         ({"use_sliding_window": True}, "use_sliding_window"),
@@ -139,7 +144,9 @@ def test_a_wrong_shape_names_tensor_found_and_expected(tmp_path: Path) -> None:
     config = tiny_config(ssm=False)
     tensors = tiny_tensors(config)[0]
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(96, 63)
-    with pytest.raises(CorruptFile, match=r"layers\.1\.mlp\.up_proj\.weight' has shape \(96, 63\).*wants \(96, 64\)"):
+    with pytest.raises(
+        CorruptFile, match=r"layers\.1\.mlp\.up_proj\.weight' has shape \(96, 63\).*wants \(96, 64\)"
+    ):
         open_model(write_hf(tmp_path, config, tensors))
 
 

@@ -91,7 +91,9 @@ def test_a_state_per_kv_head_changes_the_expected_shapes(tmp_path: Path) -> None
 def test_newer_formats_missing_bases_and_strange_keys_are_refused(tmp_path: Path) -> None:
     config = tiny_config()
     folder = write_morph(tmp_path, config, {"kind": "gguf", "file": "base/m.gguf"}, [])
-    with pytest.raises(CorruptFile, match=r"base/m\.gguf is missing; fetch it again with `morph pull --force tiny@r9`"):
+    with pytest.raises(
+        CorruptFile, match=r"base/m\.gguf is missing; fetch it again with `morph pull --force tiny@r9`"
+    ):
         open_model(folder)
     good = json.loads((folder / "config.json").read_text())
     for change, error, message in (
@@ -99,7 +101,11 @@ def test_newer_formats_missing_bases_and_strange_keys_are_refused(tmp_path: Path
         ({"base": {"kind": "zip", "file": "x"}}, UnsupportedModel, "'zip'"),
         ({"model": good["model"] | {"new": 1}}, UnsupportedModel, "'new'"),
         ({"model": {"vocab_size": 3}}, CorruptFile, "does not describe a model"),
-        ({"model": good["model"] | {"rope_scaling": {"rope_type": "llama3"}}, "base": {}}, CorruptFile, "no tensor"),
+        (
+            {"model": good["model"] | {"rope_scaling": {"rope_type": "llama3"}}, "base": {}},
+            CorruptFile,
+            "no tensor",
+        ),
     ):
         (folder / "config.json").write_text(json.dumps(good | change))
         with pytest.raises(error, match=message):
@@ -195,7 +201,9 @@ print(worst - before)
         [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True, timeout=120
     )
     largest = 12000 * 512 * 4 / 2**20
-    assert float(run.stdout) < largest + 25, f"{run.stdout} MB beyond the start, largest tensor {largest:.0f} MB"
+    assert float(run.stdout) < largest + 25, (
+        f"{run.stdout} MB beyond the start, largest tensor {largest:.0f} MB"
+    )
 
 
 def test_a_window_needs_its_mix(tmp_path: Path) -> None:

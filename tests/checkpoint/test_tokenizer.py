@@ -145,7 +145,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer
 
 
 @pytest.mark.parametrize("pre", KINDS)
-def test_converted_tokenizers_give_the_original_ids(pre: str, pairs: dict[str, tuple[Tokenizer, Any]]) -> None:
+def test_converted_tokenizers_give_the_original_ids(
+    pre: str, pairs: dict[str, tuple[Tokenizer, Any]]
+) -> None:
     reference, own = pairs[pre]
     for text in [*SAMPLES, TEXT]:
         assert own.encode(text) == reference.encode(text).ids, text
@@ -165,7 +167,9 @@ def test_converted_tokenizers_agree_on_any_text(text: str, pairs: dict[str, tupl
             assert b"".join(own.token_bytes(number) for number in ids) == text.encode()
 
 
-def test_digits_after_spaces_are_split_as_the_base_was_trained(pairs: dict[str, tuple[Tokenizer, Any]]) -> None:
+def test_digits_after_spaces_are_split_as_the_base_was_trained(
+    pairs: dict[str, tuple[Tokenizer, Any]],
+) -> None:
     own = pairs["smollm"][1]
     assert own.convert_ids_to_tokens(own.encode("  12"))[-2:] == ["1", "2"]
 
@@ -200,7 +204,9 @@ LETTERS = ["▁", *"abcdehlorstw.,!"]
 def sentencepiece_fields() -> dict[str, Any]:
     """A Llama 2 vocabulary: control tokens, bytes, pieces with scores that are not in the order of ids, letters."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES, *LETTERS]
-    scores = [0.0] * 259 + [-float((i * 5) % len(PIECES)) for i in range(len(PIECES))] + [-1000.0] * len(LETTERS)
+    scores = (
+        [0.0] * 259 + [-float((i * 5) % len(PIECES)) for i in range(len(PIECES))] + [-1000.0] * len(LETTERS)
+    )
     return {
         "ggml.model": "llama",
         "ggml.pre": "default",
@@ -256,7 +262,9 @@ def test_a_bare_gguf_file_gets_its_tokenizer_once(tmp_path: Path, monkeypatch: p
     assert load_tokenizer(folder).encode("the") == load_tokenizer(folder).inner.encode("the").ids
     assert list((tmp_path / "home" / "tokenizers").iterdir()) == [folder]
     stamp = (folder / "tokenizer.json").stat().st_mtime_ns
-    assert open_model(path).tokenizer_dir == folder and (folder / "tokenizer.json").stat().st_mtime_ns == stamp
+    assert (
+        open_model(path).tokenizer_dir == folder and (folder / "tokenizer.json").stat().st_mtime_ns == stamp
+    )
     other = byte_tokenizer(config.vocab_size) | {"chat_template": "x"}
     second = open_model(write_gguf(tmp_path / "o.gguf", config, tiny_tensors(config)[0], tokenizer=other))
     assert second.tokenizer_dir != folder
@@ -302,7 +310,9 @@ def test_text_goes_in_and_out_as_with_transformers(folder: Path) -> None:
             ids = own.encode(text, add_special_tokens=special)
             assert ids == reference.encode(text, add_special_tokens=special)
             for skip in (True, False):
-                assert own.decode(ids, skip_special_tokens=skip) == reference.decode(ids, skip_special_tokens=skip)
+                assert own.decode(ids, skip_special_tokens=skip) == reference.decode(
+                    ids, skip_special_tokens=skip
+                )
     assert own.vocab_size == len(reference)
     assert own.convert_ids_to_tokens([1, 50]) == reference.convert_ids_to_tokens([1, 50])
     assert own.special["eos_token"] == reference.eos_token
@@ -311,10 +321,15 @@ def test_text_goes_in_and_out_as_with_transformers(folder: Path) -> None:
 def test_templates_come_from_files_and_by_name(folder: Path, tmp_path: Path) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    with_template(tmp_path, [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}])
+    with_template(
+        tmp_path, [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
+    )
     own = load_tokenizer(tmp_path)
     assert own.chat_template == "plain"
-    assert (own.apply_chat_template(CHATS[0]), own.apply_chat_template(CHATS[0], tools=[TOOL])) == ("plain", "tools")
+    assert (own.apply_chat_template(CHATS[0]), own.apply_chat_template(CHATS[0], tools=[TOOL])) == (
+        "plain",
+        "tools",
+    )
     (tmp_path / "chat_template.jinja").write_text("file{{ eos_token }}")
     assert load_tokenizer(tmp_path).apply_chat_template(CHATS[0]) == "file<|im_end|>"
 
@@ -343,7 +358,9 @@ def test_special_tokens_may_be_written_with_attributes(folder: Path, tmp_path: P
         ("{% set x = messages.append(1) %}", "unsafe"),
     ],
 )
-def test_a_template_that_fails_is_the_requests_fault(template: str | None, message: str, folder: Path) -> None:
+def test_a_template_that_fails_is_the_requests_fault(
+    template: str | None, message: str, folder: Path
+) -> None:
     with_template(folder, template)
     with pytest.raises(InvalidRequest, match=message):
         load_tokenizer(folder).apply_chat_template(CHATS[0])
