@@ -60,21 +60,14 @@ def evaluation_prompts(data: Path, per_set: int, seed: int = 0) -> list[Prompt]:
     prompts += [user("gsm8k", row["question"]) for row in some("gsm8k/test")]
     prompts += [user("squad", f"{r['context']}\n\nQuestion: {r['question']}") for r in some("squad_v1/dev")]
     prompts += [
-        user("boolq", f"{r['context']}\n\nQuestion: {r['question']}?")
-        for r in some("boolq/validation_passage")
+        user("boolq", f"{r['context']}\n\nQuestion: {r['question']}?") for r in some("boolq/validation_passage")
     ]
     prompts += [user("scitldr", f"Summarize this text.\n\n{r['document']}") for r in some("scitldr/test")]
-    prompts += [
-        user("dialogsum", f"Summarize this conversation.\n\n{r['document']}") for r in some("dialogsum/test")
-    ]
-    prompts += [
-        Prompt("wikitext", text=r["text"][: rng.randrange(400, 14_000)]) for r in some("wikitext2/test")
-    ]
+    prompts += [user("dialogsum", f"Summarize this conversation.\n\n{r['document']}") for r in some("dialogsum/test")]
+    prompts += [Prompt("wikitext", text=r["text"][: rng.randrange(400, 14_000)]) for r in some("wikitext2/test")]
     documents = {r["doc_id"]: r["document"] for r in json_lines(data / "eval/qmsum/test_docs.jsonl.gz")}
     for row in some("qmsum/test_queries"):
-        prompts.append(
-            user("qmsum", f"{documents[row['doc_id']][: rng.randrange(3000, 13_000)]}\n\n{row['query']}")
-        )
+        prompts.append(user("qmsum", f"{documents[row['doc_id']][: rng.randrange(3000, 13_000)]}\n\n{row['query']}"))
     for row in some("kv_retrieval/kv75"):
         pairs = list(json.loads(row["context"]).items())
         kept = dict(rng.sample(pairs, rng.randrange(4, 50)))
@@ -182,15 +175,11 @@ def compare(table: Table, ranking: list[int], saved: torch.Tensor) -> dict[str, 
             for rows in [np.flatnonzero(np.array(table.kinds) == kind)]
         }
         report[name] = entry
-    report["static_chain"] = {
-        str(k): round(float(v), 5) for k, v in zip(CHAIN, table.chain.mean(0), strict=True)
-    }
+    report["static_chain"] = {str(k): round(float(v), 5) for k, v in zip(CHAIN, table.chain.mean(0), strict=True)}
     return report
 
 
-def rules_for(
-    saved: torch.Tensor, taus: dict[str, float], flat_taus: dict[str, float]
-) -> dict[str, torch.Tensor]:
+def rules_for(saved: torch.Tensor, taus: dict[str, float], flat_taus: dict[str, float]) -> dict[str, torch.Tensor]:
     """Rules by name: budgets `b25` by seconds, counts `k8` by number of blocks."""
     rules = {name: rules_of(tau, torch.ones_like(saved)) for name, tau in flat_taus.items()}
     return rules | {name: rules_of(tau, saved) for name, tau in taus.items()}
@@ -203,22 +192,19 @@ def count_taus(
     blocks = model.config.num_blocks
     flat = torch.ones(len(rows), blocks)
 
-    def run(rules: torch.Tensor, utilities: bool = False) -> torch.Tensor:
-        jobs = [(r, rules[i : i + 1]) for i, r in enumerate(rows)]
-        found = measure(model, requests, jobs, gates, batch_tokens=batch_tokens)
-        if utilities:
-            assert found.utilities is not None
-            return found.utilities
-        return found.layouts
+    def run(rules: torch.Tensor) -> torch.Tensor:
+        jobs = [(r, rules[i]) for i, r in enumerate(rows)]
+        found = measure(model, requests, jobs, gates, batch_tokens=batch_tokens, losses=False)
+        return found.layouts.view(rules.shape)
 
-    guess = run(torch.zeros_like(flat), utilities=True)
-    taus, _ = calibrate(run, guess, flat, [k / blocks for k in COUNTS])
+    first = measure(model, requests, [(r, flat[:1] * 0) for r in rows], gates, batch_tokens=batch_tokens, losses=False)
+    assert first.utilities is not None
+    shares = [k / blocks for k in COUNTS]
+    taus, _ = calibrate(run, first.utilities, flat, shares, shares, rounds=3)
     return {f"k{k}": tau for k, tau in zip(COUNTS, taus, strict=True)}
 
 
-def gate_cost_share(
-    model: MorphModel, policy: UtilityPolicy, lengths: tuple[int, ...] = (64, 256)
-) -> dict[str, float]:
+def gate_cost_share(model: MorphModel, policy: UtilityPolicy, lengths: tuple[int, ...] = (64, 256)) -> dict[str, float]:
     """Seconds of all gate decisions, the running sums included, over seconds of an all-attention prefill."""
     hidden, blocks = model.config.hidden_size, model.config.num_blocks
     shares = {}
@@ -307,9 +293,7 @@ def main() -> None:
     pairs = [(p, tokenize(tokenizer, p, args.longest)) for p in evaluation_prompts(args.data, args.requests)]
     pairs = [(p, ids) for p, ids in pairs if ids]
     prompts = [ids for _, ids in pairs]
-    requests = Requests(
-        prompts, [p.kind for p, _ in pairs], ["eval"] * len(pairs), sample_answers(model, prompts)
-    )
+    requests = Requests(prompts, [p.kind for p, _ in pairs], ["eval"] * len(pairs), sample_answers(model, prompts))
     rows, batch_tokens = list(range(len(requests))), 65_536 if on_gpu else 4096
     stack = stack_of(gates.weights, model.embedding.weight.device)
     saved = saved_matrix(gates.cost, requests.lengths)

@@ -81,6 +81,8 @@ class GGUFFile:
             raise CorruptFile(
                 f"{path}: a field has a value that makes no sense ({error}); {remedy}"
             ) from error
+        except UnsupportedModel as error:
+            raise UnsupportedModel(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
 
     # ---- tensors
 

@@ -127,9 +127,10 @@ def open_model(path: str | os.PathLike[str]) -> ModelSource:
     path = Path(path)
     if path.is_file() and path.suffix == ".gguf":
         file = GGUFFile(path)
-        return _checked_rope(
-            ModelSource(file.config, {"name": path.stem}, [file], cached_tokenizer(file), path)
-        )
+        source = ModelSource(file.config, {"name": path.stem}, [file], path.parent, path)
+        # Last, so that no tokenizer is kept for a file that cannot be used.
+        source.tokenizer_dir = cached_tokenizer(file)
+        return _checked_rope(source, path)
     if not (path / "config.json").is_file():
         raise ModelNotFound(f"no model at {path}: neither a .gguf file nor a folder with config.json")
     meta = read_json(path / "config.json")
@@ -179,7 +180,9 @@ def _checked_rope(source: ModelSource, path: Path) -> ModelSource:
     try:
         inverse_frequencies(source.config)
     except KeyError as error:
-        raise CorruptFile(f"{path}: rope_scaling {source.config.rope_scaling} has no {error}; restore it") from error
+        raise CorruptFile(
+            f"{path}: rope_scaling {source.config.rope_scaling} has no {error}; restore it"
+        ) from error
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error}") from error
     return source

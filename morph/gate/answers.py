@@ -76,7 +76,7 @@ class Requests:
 
 
 def batches(lengths: Sequence[int], rows: int, tokens: int) -> list[list[int]]:
-    """Indices in groups of similar length: at most `rows` members and `tokens` padded tokens (one longer may exceed)."""
+    """Indices in groups of similar length, each of at most `rows` members and `tokens` padded tokens, or one member."""
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         longest = lengths[groups[-1][0]] if groups else 0

@@ -13,8 +13,11 @@ from morph.gate.cost import CostTable
 BUDGETS = (0.0, 0.01, 0.02, 0.03, *(round(0.05 * i, 2) for i in range(1, 20)), 0.97, 0.98, 0.99, 1.0)
 """Calibrated budgets: steps of 0.05, closer at the ends where τ moves fast."""
 
+GRID = (0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.96)
+"""Budgets whose τ is measured; between them τ is interpolated."""
+
 Run = Callable[[torch.Tensor], torch.Tensor]
-"""Rules `[requests, blocks]` to the layouts that the gates choose under them, bool `[requests, blocks]`."""
+"""Rules `[requests, taus, blocks]` to the layouts that the gates choose under them, bool, same shape."""
 
 
 def saved_matrix(cost: CostTable, lengths: Sequence[int]) -> torch.Tensor:
@@ -25,10 +28,7 @@ def saved_matrix(cost: CostTable, lengths: Sequence[int]) -> torch.Tensor:
 
 def rules_of(tau: float, saved: torch.Tensor) -> torch.Tensor:
     """Thresholds on û of the plain policy at τ; -inf where the ssm saves nothing. The rule of `UtilityPolicy`."""
-    if math.isinf(tau):
-        rules = torch.full_like(saved, tau)
-    else:
-        rules = tau * saved
+    rules = torch.full_like(saved, tau) if math.isinf(tau) else tau * saved
     return torch.where(saved <= 0, -math.inf, rules)
 
 
@@ -57,12 +57,8 @@ def offline_tau(utilities: torch.Tensor, saved: torch.Tensor, budgets: Sequence[
         target = budget * float(spent[-1])
         count = int((spent <= target * (1 + 1e-9)).sum())
         above = ratio[order[count - 1]] if count else ratio[order[0]] + ratio.abs().max() * 1e-3 + 1e-12
-        below = (
-            ratio[order[count]] if count < len(order) else ratio[order[-1]] - ratio.abs().max() * 1e-3 - 1e-12
-        )
-        taus.append(
-            float((above + below) / 2) if count and count < len(order) else float(below if count else above)
-        )
+        below = ratio[order[count]] if count < len(order) else ratio[order[-1]] - ratio.abs().max() * 1e-3 - 1e-12
+        taus.append(float((above + below) / 2) if count and count < len(order) else float(below if count else above))
     return taus
 
 
@@ -71,24 +67,26 @@ def calibrate(
     utilities: torch.Tensor,
     saved: torch.Tensor,
     budgets: Sequence[float] = BUDGETS,
+    grid: Sequence[float] = GRID,
     rounds: int = 2,
-) -> tuple[list[float], list[float]]:
+) -> tuple[list[float], list[tuple[float, float]]]:
     """τ per budget with the gates' features following their own choices.
 
     Args:
         run: lets the gates choose. utilities: a first guess of û `[requests, blocks]`, from any layouts.
-        saved: c_l(n) of the calibration traffic. rounds: measured grids; each refines the one before.
+        saved: c_l(n) of the calibration traffic. grid: budgets measured in each round; a round refines the one before.
 
     Returns:
-        τ per budget, not ascending, and the budget that each τ of the last grid really spent.
+        τ per budget, not ascending, and the measured points (τ, budget spent).
     """
-    taus = offline_tau(utilities, saved, budgets)
-    points: list[tuple[float, float]] = []
+    ends = offline_tau(utilities, saved, (0.0, 1.0))
+    points = [(ends[0], 0.0), (ends[1], 1.0)]
+    taus = offline_tau(utilities, saved, grid)
     for _ in range(rounds):
-        points += [(tau, budget_of(run(rules_of(tau, saved)), saved)) for tau in taus]
-        taus = _invert(points, budgets)
-    spent = [budget_of(run(rules_of(tau, saved)), saved) for tau in taus]
-    return taus, spent
+        layouts = run(torch.stack([rules_of(tau, saved) for tau in taus], dim=1))
+        points += [(tau, budget_of(layouts[:, i], saved)) for i, tau in enumerate(taus)]
+        taus = _invert(points, grid)
+    return _invert(points, budgets), sorted(points)
 
 
 def _invert(points: list[tuple[float, float]], budgets: Sequence[float]) -> list[float]:

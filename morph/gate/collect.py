@@ -1,4 +1,4 @@
-"""Measures what a layout costs a request: KL(base || model) over the base's answer, and what the gates see of the prompt.
+"""Measures what a layout costs a request (KL of the base to it over the base's answer) and what the gates see of it.
 
 A row of work is one request under one rule. A rule is a threshold per block: attention iff û exceeds it. ±inf fixes a
 block, so fixed layouts and gated ones run in the same batch, block by block, as they do in the engine.
@@ -68,7 +68,7 @@ def measure(
     utility: Utility | None = None,
     keep_features: bool = False,
     batch_tokens: int = 65_536,
-    progress: Callable[[int, int], None] | None = None,
+    losses: bool = True,
 ) -> Measurement:
     """Run jobs and compare with the base.
 
@@ -76,7 +76,7 @@ def measure(
         jobs: request index and rules float32 `[rules, blocks]`; jobs of one request are best given together.
         utility: the gates, needed where a rule is finite.
         batch_tokens: padded tokens of a batch, the base's row included.
-        progress: called with rows done and rows in all.
+        losses: False runs the prompts only, for the gates' choices; losses are nan then.
 
     Returns:
         Rows in the order of the jobs.
@@ -92,18 +92,14 @@ def measure(
         torch.empty(total, blocks, 2 * hidden, dtype=torch.float16, device=device) if keep_features else None,
         torch.full((total, blocks), math.nan) if utility is not None else None,
     )
-    done = 0
     for group in _pack(requests, jobs, batch_tokens):
         rows = torch.cat([torch.arange(int(starts[j]), int(starts[j + 1])) for j in group])
-        part = _measure_batch(model, requests, [jobs[j] for j in group], utility, keep_features)
+        part = _measure_batch(model, requests, [jobs[j] for j in group], utility, keep_features, losses)
         out.layouts[rows], out.loss[rows] = part.layouts, part.loss
         if out.features is not None and part.features is not None:
             out.features[rows.to(device)] = part.features
         if out.utilities is not None and part.utilities is not None:
             out.utilities[rows] = part.utilities
-        done += len(rows)
-        if progress is not None:
-            progress(done, total)
     return out
 
 
@@ -133,52 +129,60 @@ def _measure_batch(
     jobs: Sequence[tuple[int, torch.Tensor]],
     utility: Utility | None,
     keep_features: bool,
+    losses: bool,
 ) -> Measurement:
     device, blocks = model.embedding.weight.device, model.config.num_blocks
-    owners = [request for request, rules in jobs for _ in range(len(rules) + 1)]
-    base = fixed_rules(torch.ones(1, blocks, dtype=torch.bool))
+    base = fixed_rules(torch.ones(int(losses), blocks, dtype=torch.bool))
+    sizes = [len(rules) + len(base) for _, rules in jobs]
     rules = torch.cat([torch.cat([base, job_rules]) for _, job_rules in jobs])
-    prompts = torch.tensor([len(requests.prompts[i]) for i in owners], device=device)
-    answers = [len(requests.answers[i]) for i in owners]
-    sequences = [requests.prompts[i] + requests.answers[i] for i in owners]
+    gated = bool(torch.isfinite(rules).any())
+    owner = torch.repeat_interleave(torch.arange(len(jobs)), torch.tensor(sizes))
+    lengths = [len(requests.prompts[request]) for request, _ in jobs]
+    sequences = [requests.prompts[r] + (requests.answers[r] if losses else []) for r, _ in jobs]
     longest = max(map(len, sequences))
-    tokens = torch.zeros(len(owners), longest, dtype=torch.long)
+    tokens = torch.zeros(len(jobs), longest, dtype=torch.long)
     for row, sequence in enumerate(sequences):
         tokens[row, : len(sequence)] = torch.tensor(sequence)
-    tokens = tokens.to(device)
+    prompts = torch.tensor(lengths, device=device)
+    share = (torch.arange(longest, device=device)[None, :] < prompts[:, None]).float() / prompts[:, None]
 
-    seen = torch.arange(longest, device=device)[None, :] < prompts[:, None]
-    share = seen.float() / prompts[:, None]
-    index = torch.arange(len(owners), device=device)
-    layouts = torch.empty(len(owners), blocks, dtype=torch.bool)
+    layouts = torch.empty(len(owner), blocks, dtype=torch.bool)
     features: list[torch.Tensor] = []
     utilities: list[torch.Tensor] = []
-    gated = bool(torch.isfinite(rules).any())
-
-    def choose(block: int, normed: torch.Tensor) -> list[bool]:
-        bits = rules[:, block] < 0
+    # Rows that agree so far share one hidden state: `state_of` says which, `job_of` whose prompt a state belongs to.
+    state_of, job_of = owner, torch.arange(len(jobs))
+    rope = model.rope(longest, device)
+    hidden = model.embedding(tokens.to(device)).float()
+    for number, block in enumerate(model.layers):
+        normed = block.input_norm(hidden)
+        bits = rules[:, number] < 0
         if keep_features or gated:
-            mean = torch.bmm(share[:, None], normed.float()).squeeze(1)
-            seen_now = torch.cat([mean, normed[index, prompts - 1].float()], dim=1)
+            jobs_here = job_of.to(device)
+            mean = torch.bmm(share[jobs_here][:, None], normed.float()).squeeze(1)
+            last = normed[torch.arange(len(job_of), device=device), prompts[jobs_here] - 1].float()
+            seen = torch.cat([mean, last], dim=1)
             if keep_features:
-                features.append(seen_now.half())
+                features.append(seen.half()[state_of.to(device)])
             if gated:
                 assert utility is not None, "rules with finite thresholds need gates"
-                value = utility(block, with_log_length(seen_now, prompts)).cpu()
+                value = utility(number, with_log_length(seen, prompts[jobs_here])).cpu()[state_of]
                 utilities.append(value)
-                bits = value > rules[:, block]
-        layouts[:, block] = bits
-        return [bool(bit) for bit in bits.tolist()]
+                bits = value > rules[:, number]
+        layouts[:, number] = bits
+        branches, state_of = torch.unique(torch.where(bits, 0, len(job_of)) + state_of, return_inverse=True)
+        yes = branches[branches < len(job_of)]
+        no = branches[branches >= len(job_of)] - len(job_of)
+        source = torch.cat([yes, no])
+        job_of = job_of[source]
+        hidden = block.finish(hidden[source.to(device)], block.branch(normed, yes.tolist(), no.tolist(), rope))
 
-    state = model.hidden_states(tokens, choose)
-    loss = _answer_loss(model, state, prompts.tolist(), answers, [len(r) + 1 for _, r in jobs])
-    keep = torch.ones(len(owners), dtype=torch.bool)
-    first = 0
-    for _, job_rules in jobs:
-        keep[first] = False
-        first += len(job_rules) + 1
+    loss = torch.full((len(owner),), math.nan)
+    keep = torch.ones(len(owner), dtype=torch.bool)
+    if losses:
+        loss = _answer_loss(model, hidden, state_of, [requests.answers[r] for r, _ in jobs], lengths, sizes)
+        keep[torch.tensor([0, *sizes[:-1]]).cumsum(0)] = False
     return Measurement(
-        torch.tensor(owners)[keep],
+        torch.tensor([jobs[j][0] for j in owner.tolist()])[keep],
         layouts[keep],
         loss[keep],
         torch.stack(features, dim=1)[keep.to(device)] if features else None,
@@ -187,17 +191,22 @@ def _measure_batch(
 
 
 def _answer_loss(
-    model: MorphModel, state: torch.Tensor, prompts: list[int], answers: list[int], sizes: list[int]
+    model: MorphModel,
+    hidden: torch.Tensor,
+    state_of: torch.Tensor,
+    answers: list[list[int]],
+    lengths: list[int],
+    sizes: list[int],
 ) -> torch.Tensor:
     """KL(base || row), mean over the answer's tokens, float32 `[rows]`; the first row of each job is the base."""
+    # The head runs in float32: bfloat16 logits would round by more than a small KL.
     weight = (model.embedding.weight if model.head is None else model.head.weight).float()
-    losses, first = [], 0
-    for size in sizes:
-        begin, end = prompts[first] - 1, prompts[first] + answers[first] - 1
-        # The head runs in float32: bfloat16 logits would round by more than a small KL.
-        logits = state[first : first + size, begin:end].float() @ weight.T
-        log_probs = logits.log_softmax(-1)
-        base = log_probs[0]
-        losses.append((base.exp() * (base - log_probs)).sum(-1).mean(-1))
+    results, first = [], 0
+    for answer, length, size in zip(answers, lengths, sizes, strict=True):
+        states = state_of[first : first + size].to(hidden.device)
+        state = model.norm(hidden[states, length - 1 : length + len(answer) - 1])
+        log_probs = (state.float() @ weight.T).log_softmax(-1)
+        base = log_probs[:1]
+        results.append((base.exp() * (base - log_probs)).sum(-1).mean(-1))
         first += size
-    return torch.cat(losses).cpu()
+    return torch.cat(results).cpu()

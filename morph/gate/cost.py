@@ -69,7 +69,7 @@ class MixerWork:
     bytes_per_key: float
 
     def prefill_seconds(self, n: float, rates: DeviceRates) -> float:
-        """Seconds for a prompt of `n` tokens; keys and values of one head stay in cache, so operations or weights bound it."""
+        """Seconds for a prompt of `n` tokens; one head's keys and values stay in cache, so they are read once."""
         macs = n * self.macs_per_token + 0.5 * n * (n + 1) * self.macs_per_key
         read = self.weights * rates.weight_bytes + n * self.bytes_per_key + self.state_bytes
         return max(2.0 * macs / rates.flops, read / rates.bytes_per_second)
@@ -77,9 +77,7 @@ class MixerWork:
     def decode_seconds(self, n: float, rates: DeviceRates) -> float:
         """Seconds of one request's share of one decode step with `n` tokens behind it."""
         macs = self.macs_per_token + n * self.macs_per_key
-        read = (
-            self.weights * rates.weight_bytes / rates.decode_batch + n * self.bytes_per_key + self.state_bytes
-        )
+        read = self.weights * rates.weight_bytes / rates.decode_batch + n * self.bytes_per_key + self.state_bytes
         return max(2.0 * macs / rates.flops, read / rates.bytes_per_second)
 
     def request_seconds(self, n: float, answer: float, rates: DeviceRates) -> float:
@@ -149,22 +147,14 @@ class CostTable:
     def _check(self) -> None:
         lengths, shape = self.lengths, (self.attention.shape[0], len(self.lengths))
         if lengths.ndim != 1 or len(lengths) < 2 or lengths[0] < 1 or np.any(np.diff(lengths) <= 0):
-            raise CorruptFile(
-                f"cost table lengths are {lengths.tolist()}; give at least two, ascending, from 1 on"
-            )
+            raise CorruptFile(f"cost table lengths are {lengths.tolist()}; give at least two, ascending, from 1 on")
         for name, array in (("attention", self.attention), ("ssm", self.ssm)):
             if array.ndim != 2 or array.shape != shape:
-                raise CorruptFile(
-                    f"cost table array {name!r} has shape {array.shape}, want {shape} (blocks, lengths)"
-                )
+                raise CorruptFile(f"cost table array {name!r} has shape {array.shape}, want {shape} (blocks, lengths)")
             if not np.all(np.isfinite(array)) or np.any(array < 0):
-                raise CorruptFile(
-                    f"cost table array {name!r} has a value that is no time; make the table again"
-                )
+                raise CorruptFile(f"cost table array {name!r} has a value that is no time; make the table again")
         if not math.isfinite(self.mean_answer_tokens) or self.mean_answer_tokens < 0:
-            raise CorruptFile(
-                f"cost table mean_answer_tokens is {self.mean_answer_tokens}, want a number >= 0"
-            )
+            raise CorruptFile(f"cost table mean_answer_tokens is {self.mean_answer_tokens}, want a number >= 0")
 
     @classmethod
     def analytic(
@@ -178,9 +168,7 @@ class CostTable:
         for kind in config.block_kinds:
             rows_attention.append(seconds[1] if kind == "ssm" else seconds[0])
             rows_ssm.append(seconds[0] if kind == "attention" else seconds[1])
-        return cls(
-            lengths, rows_attention, rows_ssm, mean_answer_tokens, "analytic", rates.name, asdict(rates)
-        )
+        return cls(lengths, rows_attention, rows_ssm, mean_answer_tokens, "analytic", rates.name, asdict(rates))
 
     @property
     def num_blocks(self) -> int:
@@ -264,9 +252,7 @@ class CostTable:
         try:
             data = json.loads(Path(path).read_text())
         except (OSError, ValueError) as error:
-            raise CorruptFile(
-                f"cost table {path} is not readable ({error}); restore it or make it again"
-            ) from error
+            raise CorruptFile(f"cost table {path} is not readable ({error}); restore it or make it again") from error
         if not isinstance(data, dict):
             raise CorruptFile(f"cost table {path} is no JSON object; make it again")
         return cls.from_dict(data)

@@ -44,9 +44,9 @@ def bootstrap_ratio(
     values = []
     for _ in range(draws):
         rows = rng.integers(0, count, count)
-        values.append(numerator(rows) / denominator(rows))
+        values.append(numerator(rows) / max(denominator(rows), 1e-12))
     low, high = np.quantile(values, [0.025, 0.975])
-    return Ratio(numerator(everyone) / denominator(everyone), float(low), float(high))
+    return Ratio(numerator(everyone) / max(denominator(everyone), 1e-12), float(low), float(high))
 
 
 def mean_of(values: Array) -> Callable[[npt.NDArray[np.int64]], float]:
@@ -88,7 +88,7 @@ def oracle_at(chain: Array, spent: Array, gated_spent: Array) -> Callable[[npt.N
 
 
 def shuffle_within_buckets(layouts: torch.Tensor, lengths: Sequence[int], seed: int = 0) -> torch.Tensor:
-    """Layouts `[requests, blocks]` exchanged between requests of similar length; no request keeps its own where it can."""
+    """Layouts `[requests, blocks]` exchanged between requests of similar length; none keeps its own where it can."""
     out = layouts.clone()
     bucket = np.digitize(np.asarray(lengths), BUCKETS)
     rng = np.random.default_rng(seed)
@@ -96,3 +96,24 @@ def shuffle_within_buckets(layouts: torch.Tensor, lengths: Sequence[int], seed: 
         members = rng.permutation(np.flatnonzero(bucket == label))
         out[torch.from_numpy(members)] = layouts[torch.from_numpy(np.roll(members, 1))]
     return out
+
+
+def surrogate_ratio(
+    predicted: torch.Tensor, utilities: torch.Tensor, ranking: Sequence[int], counts: Sequence[float] = (4, 8, 15)
+) -> float:
+    """Loss of thresholding predictions over that of the static ranking at equal mean counts, without running the model.
+
+    Losses are sums of utilities over ssm blocks; the mean over the counts is returned, < 1 where predictions help.
+
+    Args:
+        predicted, utilities: `[requests, blocks]`. counts: mean attention blocks per request.
+    """
+    requests, blocks = utilities.shape
+    total = float(utilities.sum()) / requests
+    static = utilities.mean(0)[torch.tensor(ranking)].cumsum(0)
+    order = predicted.flatten().argsort(descending=True)
+    ratios = []
+    for count in counts:
+        chosen = float(utilities.flatten()[order[: round(count * requests)]].sum()) / requests
+        ratios.append((total - chosen) / (total - float(static[min(round(count), blocks) - 1])))
+    return sum(ratios) / len(ratios)

@@ -29,14 +29,14 @@ class FitConfig:
 
     rank: int = 128
     width: int = GATE_WIDTH
-    steps: int = 3000
+    steps: int = 2000
     batch: int = 1024
     learning_rate: float = 2e-3
     weight_decay: float = 0.1
     dropout: float = 0.2
     huber: float = 3.0
     every: int = 50
-    patience: int = 12
+    patience: int = 8
     seed: int = 0
 
 
@@ -82,6 +82,10 @@ class Projection:
         """Features float32 `[rows, inputs]` of one block to `[rows, rank]`."""
         return ((features - self.mean[block]) / self.deviation[block]) @ self.basis[block]
 
+    def leading(self, rank: int) -> Projection:
+        """The same with fewer directions."""
+        return Projection(self.mean, self.deviation, self.basis[..., :rank])
+
     def fold(self, fc1: torch.Tensor, bias1: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """First layer on raw features from one on projected features `[blocks, width, rank]`."""
         raw = torch.einsum("bwr,bir->bwi", fc1, self.basis) / self.deviation[:, None]
@@ -96,7 +100,7 @@ FeatureReader = Callable[[int, torch.Tensor], torch.Tensor]
 def make_projection(read: FeatureReader, rows: torch.Tensor, blocks: int, rank: int) -> Projection:
     """Principal directions of the standardised features over `rows`, scaled to unit variance up to a floor.
 
-    The log length (the last input) keeps a direction of its own.
+    The log length (the last input) has a direction of its own, the first.
     """
     means, deviations, bases = [], [], []
     for block in range(blocks):
@@ -105,12 +109,12 @@ def make_projection(read: FeatureReader, rows: torch.Tensor, blocks: int, rank: 
         z = (features - mean) / deviation
         body = z[:, :-1]
         kept = min(rank - 1, body.shape[1])
-        values, vectors = torch.linalg.eigh((body.T @ body / len(body)).double())
-        values, vectors = values.flip(0)[:kept].clamp_min(0), vectors.flip(1)[:, :kept]
+        values, vectors = torch.linalg.eigh(body.T @ body / len(body))
+        values, vectors = values.flip(0)[:kept].clamp_min(0), vectors.flip(1)[:, :kept]  # largest first
         # Whitened, but directions of little variance stay small: they are mostly noise.
         scaled = vectors / (values + values[0] * 0.01).sqrt()
         basis = torch.zeros(z.shape[1], kept + 1, device=z.device)
-        basis[:-1, :kept], basis[-1, kept] = scaled.float(), 1.0
+        basis[-1, 0], basis[:-1, 1:] = 1.0, scaled
         means.append(mean)
         deviations.append(deviation)
         bases.append(basis)
@@ -123,20 +127,22 @@ def fit_gates(
     train: torch.Tensor,
     held: torch.Tensor,
     config: FitConfig | None = None,
-) -> tuple[GateStack, dict[str, list[float]]]:
+    projection: Projection | None = None,
+) -> tuple[GateStack, list[float]]:
     """Train one gate per block.
 
     Args:
         read: features of a block. targets: float32 `[rows, blocks]`, utilities.
         train, held: row indices; rows of one request must be on one side. Training stops early on `held`.
+        projection: of at least `config.rank` directions, made on `train` if None.
 
     Returns:
-        Gates on raw features, and per block the share of held-out variance that they explain (`r2`).
+        Gates on raw features, and per block the share of held-out variance that they explain.
     """
     config = config or FitConfig()
     device, blocks = targets.device, targets.shape[1]
     generator = torch.Generator(device=device).manual_seed(config.seed)
-    projection = make_projection(read, train, blocks, config.rank)
+    projection = (projection or make_projection(read, train, blocks, config.rank)).leading(config.rank)
     z = torch.stack([projection(block, read(block, train)) for block in range(blocks)])
     z_held = torch.stack([projection(block, read(block, held)) for block in range(blocks)])
     centre, unit = targets[train].mean(0), targets[train].std(0).clamp_min(1e-6)
@@ -195,4 +201,4 @@ def fit_gates(
         r2 = (1 - residual / y_held.var(0, correction=0).clamp_min(1e-9)).tolist()
         raw, raw_bias = projection.fold(fc1, bias1)
         gates = GateStack(raw, raw_bias, fc2 * unit[:, None], bias2 * unit + centre)
-    return gates, {"r2": r2}
+    return gates, r2

@@ -29,9 +29,7 @@ class Utilities:
     noise: float
 
 
-def request_scales(
-    loss: torch.Tensor, request: torch.Tensor, count: int, expected: torch.Tensor
-) -> torch.Tensor:
+def request_scales(loss: torch.Tensor, request: torch.Tensor, count: int, expected: torch.Tensor) -> torch.Tensor:
     """s_r: the request's summed loss over what its layouts cost the average request.
 
     Args:
@@ -72,9 +70,7 @@ def fit_utilities(
     # Sufficient statistics of each request's own regression.
     grams = torch.zeros(count, blocks, blocks, dtype=torch.float64)
     grams.index_add_(0, request, weight[:, None, None] * ssm[:, :, None] * ssm[:, None, :])
-    crosses = torch.zeros(count, blocks, dtype=torch.float64).index_add_(
-        0, request, (weight * relative)[:, None] * ssm
-    )
+    crosses = torch.zeros(count, blocks, dtype=torch.float64).index_add_(0, request, (weight * relative)[:, None] * ssm)
     squares = float((weight * relative.square()).sum())
     noise = max(float((weight * (relative - ssm @ shape).square()).sum() / weight.sum()), 1e-12)
     covariance = eye * (shape.square().mean() + 1e-6)

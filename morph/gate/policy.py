@@ -146,9 +146,7 @@ class UtilityPolicy:
 
     def __init__(self, gates: Sequence[GateWeights | None], cost: CostTable, tau: float) -> None:
         if len(gates) != cost.num_blocks:
-            raise CorruptFile(
-                f"{len(gates)} gates and a cost table of {cost.num_blocks} blocks; want as many of each"
-            )
+            raise CorruptFile(f"{len(gates)} gates and a cost table of {cost.num_blocks} blocks; want as many of each")
         if math.isnan(tau):
             raise InvalidRequest("tau is NaN; calibrate the gates again")
         self.gates, self.cost, self.tau = list(gates), cost, tau
@@ -162,9 +160,7 @@ class UtilityPolicy:
         """Decisions are independent given the features: nothing is carried."""
         return ()
 
-    def decide(
-        self, block: int, sums: torch.Tensor, last: torch.Tensor, n: int, carry: Any = None
-    ) -> Decision:
+    def decide(self, block: int, sums: torch.Tensor, last: torch.Tensor, n: int, carry: Any = None) -> Decision:
         """See `GatePolicy.decide`."""
         gate = self.gates[block]
         if gate is None:
@@ -211,9 +207,7 @@ class StaticPolicy:
         """Nothing is carried."""
         return ()
 
-    def decide(
-        self, block: int, sums: torch.Tensor, last: torch.Tensor, n: int, carry: Any = None
-    ) -> Decision:
+    def decide(self, block: int, sums: torch.Tensor, last: torch.Tensor, n: int, carry: Any = None) -> Decision:
         """See `GatePolicy.decide`; û is 0, nothing is predicted."""
         return Decision(self.layout[block], 0.0, carry)
 
@@ -238,14 +232,10 @@ class RandomPolicy:
         """The prompt's key, which the first decision sets."""
         return None
 
-    def decide(
-        self, block: int, sums: torch.Tensor, last: torch.Tensor, n: int, carry: Any = None
-    ) -> Decision:
+    def decide(self, block: int, sums: torch.Tensor, last: torch.Tensor, n: int, carry: Any = None) -> Decision:
         """See `GatePolicy.decide`. The carry is the prompt's own key, taken in the first block."""
         key = carry if carry is not None else (hash((n, round(float(sums.sum()), 3))) & 0x7FFFFFFF)
-        generator = torch.Generator().manual_seed(
-            (key * 1000003 + block * 7919 + self.seed) & 0x7FFFFFFFFFFFFFFF
-        )
+        generator = torch.Generator().manual_seed((key * 1000003 + block * 7919 + self.seed) & 0x7FFFFFFFFFFFFFFF)
         draw = float(torch.rand((), generator=generator, dtype=torch.float64))
         return Decision(draw < self.share, 0.0, key)
 
@@ -270,9 +260,7 @@ class Gates:
             raise CorruptFile(f"gate budgets are {list(budgets)}; want ascending values from 0 to 1")
         falling = all(a >= b for a, b in itertools.pairwise(tau))
         if len(tau) != len(budgets) or not falling or not all(math.isfinite(t) for t in tau):
-            raise CorruptFile(
-                f"gate tau is {list(tau)}; want {len(budgets)} finite values, none above the one before"
-            )
+            raise CorruptFile(f"gate tau is {list(tau)}; want {len(budgets)} finite values, none above the one before")
         self.weights, self.cost, self.budgets, self.tau = list(weights), cost, list(budgets), list(tau)
 
     @classmethod
@@ -287,9 +275,7 @@ class Gates:
         if not meta:
             raise UnsupportedModel("model has no gates; name a layout, or make gates with `morph gate fit`")
         if meta.get("policy") != "utility":
-            raise UnsupportedModel(
-                f"gate policy {meta.get('policy')!r} is unknown, want 'utility'; update Morph"
-            )
+            raise UnsupportedModel(f"gate policy {meta.get('policy')!r} is unknown, want 'utility'; update Morph")
         for key in ("budgets", "tau", "cost_table"):
             if key not in meta:
                 raise CorruptFile(f"config.json has no gate.{key}; calibrate with `morph gate calibrate`")

@@ -92,7 +92,7 @@ def read_prompts(path: Path) -> list[Prompt]:
 
 
 def tokenize(tokenizer: Any, prompt: Prompt, longest: int) -> list[int]:
-    """Token ids as a server would see them; raw text is cut at `longest` tokens, chats are never cut (empty if longer)."""
+    """Token ids as a server would see them; raw text is cut at `longest` tokens, a longer chat gives an empty list."""
     if prompt.text:
         ids = tokenizer(prompt.text, add_special_tokens=False)["input_ids"][:longest]
         return [int(i) for i in ids]
@@ -155,9 +155,7 @@ class PromptFactory:
         if corpus not in self._corpora:
             path = self.data / "corpus" / f"{corpus}.txt.gz"
             if not path.exists():
-                raise ModelNotFound(
-                    f"no file {path}; point --data at a folder with train/, prompts/ and corpus/"
-                )
+                raise ModelNotFound(f"no file {path}; point --data at a folder with train/, prompts/ and corpus/")
             with gzip.open(path, "rt", encoding="utf-8") as file:
                 parts = [part.strip() for part in file.read().split("<|doc|>")]
             self._corpora[corpus] = [part for part in parts if len(part) > 200]
@@ -250,11 +248,7 @@ class PromptFactory:
         marks = ("quoref_Answer_Question_Given_Context", "quoref_Context_Contains_Answer")
         pairs = []
         for row in self.rows("t0_mix.train"):
-            if (
-                row["task"] in marks
-                or row["task"].startswith("adversarial_qa")
-                and "question_context" in row["task"]
-            ):
+            if row["task"] in marks or (row["task"].startswith("adversarial_qa") and "question_context" in row["task"]):
                 pairs.append((str(row["prompt"]), str(row["completion"])))
         return pairs
 
@@ -284,7 +278,7 @@ class PromptFactory:
         """A question about a meeting: its relevant turns, or a longer piece of the transcript."""
         row = self.rng.choice(self.rows("qmsum.train_queries"))
         text, target = str(row.get("span") or ""), self.length(300)
-        if not text or len(text) < target and self.rng.random() < 0.7:
+        if not text or (len(text) < target and self.rng.random() < 0.7):
             documents = {doc["doc_id"]: doc["document"] for doc in self.rows("qmsum.train_docs")}
             whole = str(documents.get(row["doc_id"], text))
             at = max(0, whole.find(text[:80])) if text else 0
@@ -304,9 +298,7 @@ class PromptFactory:
             return value[:8] if short else str(uuid.UUID(value))
 
         pairs: dict[str, str] = {}
-        while (
-            sum(len(k) + len(v) + 6 for k, v in pairs.items()) < target * 0.55
-        ):  # hex takes more tokens than prose
+        while sum(len(k) + len(v) + 6 for k, v in pairs.items()) < target * 0.55:  # hex takes more tokens than prose
             pairs[word()] = word()
         key = self.rng.choice(list(pairs))
         if self.rng.random() < 0.5:
@@ -317,9 +309,7 @@ class PromptFactory:
         else:
             body = "\n".join(f"The code of {k} is {v}." for k, v in pairs.items())
             ask = f"What is the code of {key}?"
-        return user(
-            "key_value", f"{body}\n\n{ask}" if self.rng.random() < 0.7 else f"{ask}\n\n{body}\n\n{ask}"
-        )
+        return user("key_value", f"{body}\n\n{ask}" if self.rng.random() < 0.7 else f"{ask}\n\n{body}\n\n{ask}")
 
     def passkey(self) -> Prompt:
         """Find a number that was dropped into other text."""
@@ -344,9 +334,7 @@ class PromptFactory:
         while sum(map(len, lines)) < target:
             lines += [line for line in self.document(corpus).split("\n") if ": " in line]
         if self.rng.random() < 0.5:
-            ask = self.rng.choice(
-                ("Summarize this conversation.", "What do the two talk about?", "What was agreed?")
-            )
+            ask = self.rng.choice(("Summarize this conversation.", "What do the two talk about?", "What was agreed?"))
             return user("dialogue", "\n".join(lines) + f"\n\n{ask}")
         turns = [line.split(": ", 1)[1] for line in lines]
         turns = turns[: len(turns) - 1 + len(turns) % 2]  # the last turn is the user's
@@ -358,12 +346,8 @@ class PromptFactory:
         if self.rng.random() < 0.5:
             rows = [row for row in self.rows("gpteacher.train") if "codegen" in row["task"]]
             return user("code", str(self.rng.choice(rows)["prompt"]))
-        text = self.extract(
-            self.rng.choice(("docs_rust_by_example", "docs_tldr_pages", "docs_d2l")), self.length(120)
-        )
-        ask = self.rng.choice(
-            ("Explain this.", "Give an example of how to use this.", "What does this code do?")
-        )
+        text = self.extract(self.rng.choice(("docs_rust_by_example", "docs_tldr_pages", "docs_d2l")), self.length(120))
+        ask = self.rng.choice(("Explain this.", "Give an example of how to use this.", "What does this code do?"))
         return user("code", f"{text}\n\n{ask}")
 
     def agent(self) -> Prompt:

@@ -18,10 +18,9 @@ _log = logging.getLogger(__name__)
 
 
 def get_kernels(device: torch.device | str, dtype: torch.dtype, num_kv_heads: int) -> Kernels:
-    """The backend for a device.
+    """The backend for a device: C++ on CPU, plain torch elsewhere or where no compiler is found.
 
-    The environment variable MORPH_KERNELS chooses: `torch` (default until the native kernels are tested on every
-    shape), `native`, or `auto` = native on CPU where a compiler is found.
+    The environment variable MORPH_KERNELS forces `torch` or `native`; `auto` is the default.
 
     Args:
         dtype: of weights, keys and values: float32 or bfloat16.
@@ -31,7 +30,7 @@ def get_kernels(device: torch.device | str, dtype: torch.dtype, num_kv_heads: in
         KernelBuildError: `native` is forced and cannot be built.
         ValueError: MORPH_KERNELS has another value.
     """
-    choice = os.environ.get("MORPH_KERNELS", "torch")
+    choice = os.environ.get("MORPH_KERNELS", "auto")
     if choice not in ("auto", "torch", "native"):
         raise ValueError(f"MORPH_KERNELS is {choice!r}; use torch, native or auto")
     if torch.device(device).type != "cpu" or choice == "torch":

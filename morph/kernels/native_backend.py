@@ -1,7 +1,8 @@
 """CPU backend in C++: thin calls through ctypes into the library that `build` compiles.
 
 Calls release the GIL. Wrappers check next to nothing: shapes are the engine's promise, and a decode step makes
-hundreds of calls. Head dims other than 32, 64, 96 and 128 take the torch ops for attention and Gated DeltaNet.
+hundreds of calls. Head dims other than 32, 64, 96 and 128, and convs wider than 8, take the torch ops for attention
+and Gated DeltaNet.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from morph.kernels.interface import PackedLinear, SSMParams
 from morph.kernels.torch_backend import TorchKernels, head_dim
 
 HEAD_DIMS = (32, 64, 96, 128)
+MAX_CONV_WIDTH = 8
 PANEL = 32
 ONEDNN_ROWS = 64
 """Rows from which AMX beats float32 although the weight has to be unpacked."""
@@ -119,9 +121,7 @@ class NativeKernels(TorchKernels):
 
     name = "native"
 
-    def __init__(
-        self, library: ctypes.CDLL, dtype: torch.dtype, num_kv_heads: int, threads: int | None = None
-    ) -> None:
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_kv_heads: int, threads: int | None = None) -> None:
         super().__init__("cpu", dtype, num_kv_heads)
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype {dtype} has no native kernels; use torch.float32 or torch.bfloat16")
@@ -301,7 +301,7 @@ class NativeKernels(TorchKernels):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Kernels.gdn_prefill`."""
-        if params.head_dim not in HEAD_DIMS:
+        if not _has_gdn(params):
             return super().gdn_prefill(x_in, params, storage, table_row, conv_tail, has_state, start, out)
         rows = x_in.shape[0]
         if out is None:
@@ -325,7 +325,7 @@ class NativeKernels(TorchKernels):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Kernels.gdn_decode`."""
-        if params.head_dim not in HEAD_DIMS:
+        if not _has_gdn(params):
             return super().gdn_decode(x_in, params, storage, table, slots, conv_tails, positions, out)
         rows = x_in.shape[0]
         if out is None:
@@ -352,3 +352,7 @@ class NativeKernels(TorchKernels):
             )  # fmt: skip
             known = self._params[params] = (struct, conv, ctypes.addressof(struct))
         return known[2]
+
+
+def _has_gdn(params: SSMParams) -> bool:
+    return params.head_dim in HEAD_DIMS and params.conv_weight.shape[1] <= MAX_CONV_WIDTH

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -279,7 +280,7 @@ class TorchKernels:
 
 def head_dim(storage: torch.Tensor) -> int:
     """Head dim of a pool: a unit has head_dim^2 * 4 bytes."""
-    return int((storage.shape[1] // 4) ** 0.5 + 0.5)
+    return math.isqrt(storage.shape[1] // 4)
 
 
 def kv_pages(storage: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -58,10 +58,9 @@ class Attention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Attention and output projection, `[batch, tokens, hidden]`; causal over equal lengths without a mask."""
-        grouped = self.config.group_size > 1
-        heads = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1, enable_gqa=grouped
-        )
+        # Repeated by hand: with enable_gqa some backends fall back to the quadratic-memory path.
+        k, v = (t.repeat_interleave(self.config.group_size, dim=1) for t in (k, v))
+        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1)
         return self.o_proj(heads.transpose(1, 2).flatten(2))
 
     def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:

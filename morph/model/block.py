@@ -46,22 +46,36 @@ class Block(nn.Module):
         if self.kind != "adaptive":
             fixed = self.kind == "attention"
             if any(bit != fixed for bit in attention):
-                raise InvalidRequest(
-                    f"a layout asks a static {self.kind} block for the other mixer", "layout"
-                )
-        if all(attention):
-            assert self.attention is not None
-            return self.attention(x, rope)
-        if not any(attention):
-            assert self.ssm is not None
-            return self.ssm(x, rope)
-        assert self.attention is not None and self.ssm is not None
+                raise InvalidRequest(f"a layout asks a static {self.kind} block for the other mixer", "layout")
         yes = [row for row, bit in enumerate(attention) if bit]
         no = [row for row, bit in enumerate(attention) if not bit]
-        mixed = torch.cat([self.attention(x[yes], rope), self.ssm(x[no], rope)])
+        if not (yes and no):
+            return self._attend(x, rope) if yes else self._recur(x, rope)
         back = torch.empty(len(attention), dtype=torch.long)
         back[yes + no] = torch.arange(len(attention))
-        return mixed[back.to(x.device)]
+        return self.branch(x, yes, no, rope)[back.to(x.device)]
+
+    def branch(self, x: torch.Tensor, yes: list[int], no: list[int], rope: Rope) -> torch.Tensor:
+        """Attention output of the rows `yes`, then ssm output of the rows `no`: `[yes + no, tokens, hidden]`.
+
+        A row may be in both: what follows from one prefix under two layouts is computed from there on only.
+        """
+        parts = []
+        if yes:
+            parts.append(self._attend(x[yes], rope))
+        if no:
+            parts.append(self._recur(x[no], rope))
+        return torch.cat(parts)
+
+    def _attend(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        assert self.attention is not None, "block has no attention"
+        out: torch.Tensor = self.attention(x, rope)
+        return out
+
+    def _recur(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
+        assert self.ssm is not None, "block has no ssm"
+        out: torch.Tensor = self.ssm(x, rope)
+        return out
 
     def finish(self, hidden: torch.Tensor, mixed: torch.Tensor) -> torch.Tensor:
         """Residual, MLP, residual. The stream `hidden` is float32 whatever the weights' dtype."""

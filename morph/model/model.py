@@ -174,7 +174,5 @@ class MorphModel(nn.Module):
             if block.ssm is None:
                 continue
             if block.attention is None:
-                raise InvalidRequest(
-                    f"block {index} has no attention to start its ssm from; load ssm weights instead"
-                )
+                raise InvalidRequest(f"block {index} has no attention to start its ssm from; load ssm weights instead")
             block.ssm.init_from_attention(block.attention)

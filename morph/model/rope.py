@@ -29,9 +29,7 @@ def inverse_frequencies(config: ModelConfig) -> torch.Tensor:
         return frequencies / float(scaling["factor"])
     if kind == "llama3":
         return _llama3(frequencies, scaling)
-    raise UnsupportedModel(
-        f"rope_scaling type {kind!r} is not supported; use a model with default, linear or llama3"
-    )
+    raise UnsupportedModel(f"rope_scaling type {kind!r} is not supported; use a model with default, linear or llama3")
 
 
 def _llama3(frequencies: torch.Tensor, scaling: dict[str, Any]) -> torch.Tensor:

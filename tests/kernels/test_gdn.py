@@ -160,3 +160,32 @@ def test_threads_do_not_change_bits() -> None:
         kernels = native_kernels(torch.bfloat16, 2, threads)
         results.append(kernels.gdn_prefill(x, params, mine.storage, pool.table[0], tails[0].clone(), False, 0))
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5, 8, 10])
+def test_other_conv_widths(width: int) -> None:
+    params = ssm_params(4, 2, 32, "q", window=0, width=width)
+    native, reference = both(torch.float32, 2)
+    x = inputs(params, 50)
+    pool, tails = make(params, torch.float32)
+    other, other_tails = pool.copy(), tails.clone()
+    position = torch.tensor([40], dtype=torch.int32)
+    slot = torch.zeros(1, dtype=torch.int32)
+    results = []
+    for kernels, memory, tail in ((native, pool, tails), (reference, other, other_tails)):
+        first = kernels.gdn_prefill(x[:40], params, memory.storage, pool.table[0], tail[0], False, 0)
+        then = kernels.gdn_decode(x[40:41], params, memory.storage, pool.table, slot, tail, position)
+        results.append(torch.cat([first, then]))
+    assert (results[0] - results[1]).abs().max() < 2e-5
+    assert torch.equal(tails, other_tails)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_other_head_dims_take_the_reference(dtype: torch.dtype) -> None:
+    params = ssm_params(2, 1, 16, "q", window=0)
+    native, reference = both(dtype, 1)
+    x = inputs(params, 20)
+    pool, tails = make(params, dtype)
+    other = pool.copy()
+    got = native.gdn_prefill(x, params, pool.storage, pool.table[0], tails[0].clone(), False, 0)
+    assert torch.equal(got, reference.gdn_prefill(x, params, other.storage, pool.table[0], tails[0], False, 0))

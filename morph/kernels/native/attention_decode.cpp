@@ -1,7 +1,7 @@
 // Attention of one new token per request: reads every key and value once, at the speed of memory.
 //
-// A request's keys are cut into chunks of fixed size; a task is a (request, kv head, chunk) and meets all query heads of the
-// group. Chunks are merged in order, so a row's result depends on its own keys only, never on batch or threads.
+// A request's keys are cut into chunks of fixed size; a task is a (request, kv head, chunk) and meets all query heads of
+// the group. Chunks are merged in order, so a row's result depends on its own keys only, never on batch or threads.
 
 #include <algorithm>
 

@@ -1,7 +1,7 @@
 // Flash attention (Dao et al., 2022) of one sequence, causal or sliding, over unit pages.
 //
-// One task is a kv head and a block of positions; its rows are (position, query head of the group). Keys come in tiles of
-// 64 from position 0 on: the tile's keys are transposed once to float32 and meet all rows of the task, 12 rows at a
+// One task is a kv head and a block of positions; its rows are (position, query head of the group). Keys come in tiles
+// of 64 from position 0 on: the tile's keys are transposed once to float32 and meet all rows of the task, 12 rows at a
 // time, so that scores never leave L1. Values are read where they lie. A row's result depends on its own scores and the
 // fixed key tiles only: keys that are masked for it add exact zeros.
 
@@ -53,6 +53,7 @@ template <bool MASKED>
 MORPH_INLINE void soften(
     float* scores, int rows, const long* from, const long* to, RowState* state, float* out, long dim) {
     constexpr int V = KEYS / LANES;
+    float base[TILE_ROWS];
     for (int r = 0; r < rows; r++) {
         vf x[V];
 #pragma GCC unroll 4
@@ -63,6 +64,7 @@ MORPH_INLINE void soften(
             for (int i = 0; i < V; i++) {
                 vi at = lane + i * LANES;
                 x[i] = select((at >= (int)from[r]) & (at < (int)to[r]), x[i], splat(NONE));
+                store(scores + r * KEYS + i * LANES, x[i]);
             }
         }
         float top = max_of(max(max(x[0], x[1]), max(x[2], x[3])));
@@ -74,13 +76,17 @@ MORPH_INLINE void soften(
             for (long d = 0; d < dim; d += LANES) store(out + r * dim + d, load(out + r * dim + d) * shrink);
         }
         // A row that has seen no key yet keeps weights of zero.
-        float base = s.max == NONE ? 0.0f : s.max;
+        base[r] = s.max == NONE ? 0.0f : s.max;
+    }
+    // Apart from the maxima, so that rows do not wait for each other.
+    for (int r = 0; r < rows; r++) {
+        vf x[V];
 #pragma GCC unroll 4
         for (int i = 0; i < V; i++) {
-            x[i] = exp2(x[i] - base);
+            x[i] = exp2(load(scores + r * KEYS + i * LANES) - base[r]);
             store(scores + r * KEYS + i * LANES, x[i]);
         }
-        s.sum += (x[0] + x[1]) + (x[2] + x[3]);
+        state[r].sum += (x[0] + x[1]) + (x[2] + x[3]);
     }
 }
 
@@ -93,7 +99,8 @@ void attend(const Prefill& job, long kv_head, long first, long last) {
     float* keys = out + rows * dim;
     float* scores = keys + KEYS * dim;
     RowState* state = reinterpret_cast<RowState*>(scores + TILE_ROWS * KEYS);
-    Pages pages{job.storage, job.unit_bytes, job.table_row + kv_head * job.max_pages, static_cast<uint32_t>(job.page_tokens), dim, sizeof(B)};
+    const int32_t* units = job.table_row + kv_head * job.max_pages;
+    const Pages pages{job.storage, job.unit_bytes, units, static_cast<uint32_t>(job.page_tokens), dim, sizeof(B)};
 
     const float scale = job.scale * LOG2E;
     for (long r = 0; r < rows; r++) {

@@ -24,7 +24,8 @@ struct GdnParams {
 constexpr float NORM_EPS = 1e-6f;
 
 // One head after the conv: y[dim] = sum over taps of rows[tap][dim] * conv[tap][dim].
-MORPH_INLINE void conv_head(const float* const* rows, const float* conv, long conv_stride, long width, long dim, float* y) {
+MORPH_INLINE void conv_head(
+    const float* const* rows, const float* conv, long conv_stride, long width, long dim, float* y) {
     for (long d = 0; d < dim; d += LANES) {
         vf total = load(rows[0] + d) * load(conv + d);
         for (long tap = 1; tap < width; tap++) total += load(rows[tap] + d) * load(conv + tap * conv_stride + d);

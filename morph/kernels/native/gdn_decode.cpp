@@ -7,7 +7,7 @@
 namespace morph {
 namespace {
 
-constexpr long MAX_WIDTH = 16;
+constexpr long MAX_WIDTH = 8;
 constexpr int QUERIES = 4;
 
 // One head of one row after the conv (and norm of q and k) to y; the tail's channels move on by one token.

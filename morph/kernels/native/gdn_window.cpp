@@ -41,7 +41,8 @@ void window_prefill(
     int32_t* table = static_cast<int32_t*>(table_memory.bytes(p.kv_heads * pages * sizeof(int32_t)));
     for (long i = 0; i < p.kv_heads * pages; i++) table[i] = static_cast<int32_t>(i);
     auto place = [&](long kv_head, long token, long which) {
-        return storage + (kv_head * pages + token / tokens) * memory.unit_bytes + (which * tokens + token % tokens) * bytes;
+        char* unit = storage + (kv_head * pages + token / tokens) * memory.unit_bytes;
+        return unit + (which * tokens + token % tokens) * bytes;
     };
     for (long h = 0; h < p.kv_heads; h++)
         for (long t = 0; t < before; t++)
@@ -60,8 +61,9 @@ void window_prefill(
             write_head(from + (p.heads + p.kv_heads + h) * dim, place(h, before + row, 1), memory.is_bf16, dim);
         }
     }
-    prefill_attention({q, p.heads * dim, storage, memory.unit_bytes, table, pages, tokens, memory.is_bf16, rows, p.heads,
-                       p.kv_heads, dim, before, p.window, 1.0f / std::sqrt(static_cast<float>(dim)), out, threads});
+    const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
+    prefill_attention({q, p.heads * dim, storage, memory.unit_bytes, table, pages, tokens, memory.is_bf16, rows,
+                       p.heads, p.kv_heads, dim, before, p.window, scale, out, threads});
     const long kept = std::min(rows, p.window);
     for (long h = 0; h < p.kv_heads; h++)
         for (long t = rows - kept; t < rows; t++)

@@ -10,13 +10,23 @@
 namespace morph {
 namespace {
 
-constexpr long K_BLOCK = 256;      // rows of a panel and of an A tile that stay in L1 together
-constexpr long SMALL_ROWS = 96;    // up to here one pass over the weights, straight from x
-constexpr long M_BLOCK_BYTES = 512 << 10;  // packed A that stays in L2
+constexpr long SMALL_ROWS = 96;  // up to here one pass over the weights, straight from x
+constexpr long PREFETCH = 2048;  // bytes that a stream of weights is fetched ahead
+// Tiles of packed A that stay in L2 while all panels pass. Few: every row of y lies on its own page, and the first level
+// of the TLB holds 64.
+constexpr long BLOCK_TILES = 60 / TILE_ROWS;
+constexpr long BLOCK_BYTES = 768 << 10;
 
 template <typename B>
 constexpr long row_bytes() {
     return TILE_COLS * static_cast<long>(sizeof(B));
+}
+
+// Rows of a panel that stay in L1 together with as much of an A tile; equal blocks, since short ones are slow.
+template <typename B>
+MORPH_INLINE long k_block(long k) {
+    constexpr long MOST = sizeof(B) == 2 ? 320 : 192;
+    return ceil_div(k, ceil_div(k, MOST));
 }
 
 template <typename B>
@@ -54,54 +64,71 @@ template <typename B>
 void small_panels(const Linear& job, long begin, long end) {
     alignas(64) float c[SMALL_ROWS * TILE_COLS];
     constexpr long ROW = row_bytes<B>();
+    const long tiles = ceil_div(job.m, TILE_ROWS), most = k_block<B>(job.k);
     for (long panel = begin; panel < end; panel++) {
         const char* b = job.weight + panel * job.k * ROW;
         bool direct = (panel + 1) * TILE_COLS <= job.n && !job.bias;
-        for (long at = 0; at < job.k; at += K_BLOCK) {
-            long depth = std::min(K_BLOCK, job.k - at);
+        for (long at = 0; at < job.k; at += most) {
+            long depth = std::min(most, job.k - at);
             bool last = at + depth == job.k && direct;
             float* to = last ? job.y + panel * TILE_COLS : c;
             long stride = last ? job.y_stride : TILE_COLS;
+            // One tile streams and looks a little ahead; of several, the first two share the fetch of the next block, so
+            // that memory does not wait for arithmetic.
+            const char* block = b + at * ROW;
+            Ahead ahead{block + PREFETCH, ROW};
+            if (tiles > 1) ahead = {block + depth * ROW, ROW / 2};
             for_row_tiles(job.m, [&](long first, int rows) {
                 const float* a = job.x + first * job.x_stride + at;
                 const float* sum = c + first * TILE_COLS;
-                if (at)
-                    tile_of<A::rows, B, true>(rows, a, job.x_stride, b + at * ROW, ROW, depth, sum, TILE_COLS,
-                                              to + first * stride, stride);
+                float* out = to + first * stride;
+                bool stream = tiles == 1 || ahead.at < block + 2 * depth * ROW;
+                if (at && stream)
+                    tile_of<A::rows, B, true, true>(rows, a, job.x_stride, block, ROW, depth, sum, TILE_COLS, out,
+                                                    stride, ahead);
+                else if (at)
+                    tile_of<A::rows, B, true>(rows, a, job.x_stride, block, ROW, depth, sum, TILE_COLS, out, stride);
+                else if (stream)
+                    tile_of<A::rows, B, false, true>(rows, a, job.x_stride, block, ROW, depth, sum, TILE_COLS, out,
+                                                     stride, ahead);
                 else
-                    tile_of<A::rows, B, false>(rows, a, job.x_stride, b + at * ROW, ROW, depth, sum, TILE_COLS,
-                                               to + first * stride, stride);
+                    tile_of<A::rows, B, false>(rows, a, job.x_stride, block, ROW, depth, sum, TILE_COLS, out, stride);
+                ahead.at += depth * ahead.step;
             });
         }
         if (!direct) finish(job, c, TILE_COLS, 0, job.m, panel);
     }
 }
 
-// x rows [row, row + rows) as tiles of TILE_ROWS: [tile][k][TILE_ROWS], zero rows at the end.
-void pack_rows(const Linear& job, long row, long rows, float* MORPH_RESTRICT to) {
-    for (long tile = 0; tile < rows; tile += TILE_ROWS, to += job.k * TILE_ROWS) {
-        long live = std::min<long>(TILE_ROWS, rows - tile);
-        const float* from = job.x + (row + tile) * job.x_stride;
-        if (live < TILE_ROWS) std::memset(to, 0, job.k * TILE_ROWS * sizeof(float));
-        long i = 0;
+// x rows [row, row + rows) as [block of k][tile][k][TILE_ROWS], zero rows at the end: read from front to back for every
+// panel.
+void pack_rows(const Linear& job, long row, long rows, long most, float* MORPH_RESTRICT packed) {
+    const long tiles = ceil_div(rows, TILE_ROWS);
+    for (long at = 0; at < job.k; at += most)
+        for (long t = 0; t < tiles; t++) {
+            const long depth = std::min(most, job.k - at), live = std::min<long>(TILE_ROWS, rows - t * TILE_ROWS);
+            const float* from = job.x + (row + t * TILE_ROWS) * job.x_stride + at;
+            float* to = packed + (at * tiles + t * depth) * TILE_ROWS;
+            if (live < TILE_ROWS) std::memset(to, 0, depth * TILE_ROWS * sizeof(float));
+            long i = 0;
 #ifdef MORPH_AVX512
-        for (; live == TILE_ROWS && i + 4 <= job.k; i += 4) {
-            for (long g = 0; g < TILE_ROWS; g += 4) {
-                const float* p = from + g * job.x_stride + i;
-                __m128 a = _mm_loadu_ps(p), b = _mm_loadu_ps(p + job.x_stride);
-                __m128 c = _mm_loadu_ps(p + 2 * job.x_stride), d = _mm_loadu_ps(p + 3 * job.x_stride);
-                _MM_TRANSPOSE4_PS(a, b, c, d);
-                float* q = to + i * TILE_ROWS + g;
-                _mm_storeu_ps(q, a);
-                _mm_storeu_ps(q + TILE_ROWS, b);
-                _mm_storeu_ps(q + 2 * TILE_ROWS, c);
-                _mm_storeu_ps(q + 3 * TILE_ROWS, d);
+            for (; live == TILE_ROWS && i + 4 <= depth; i += 4) {
+                for (long g = 0; g < TILE_ROWS; g += 4) {
+                    const float* p = from + g * job.x_stride + i;
+                    __m128 a = _mm_loadu_ps(p), b = _mm_loadu_ps(p + job.x_stride);
+                    __m128 c = _mm_loadu_ps(p + 2 * job.x_stride), d = _mm_loadu_ps(p + 3 * job.x_stride);
+                    _MM_TRANSPOSE4_PS(a, b, c, d);
+                    float* q = to + i * TILE_ROWS + g;
+                    _mm_storeu_ps(q, a);
+                    _mm_storeu_ps(q + TILE_ROWS, b);
+                    _mm_storeu_ps(q + 2 * TILE_ROWS, c);
+                    _mm_storeu_ps(q + 3 * TILE_ROWS, d);
+                }
             }
-        }
 #endif
-        for (; i < job.k; i++)
-            for (long r = 0; r < live; r++) to[i * TILE_ROWS + r] = from[r * job.x_stride + i];
-    }
+            for (; i < depth; i++)
+                for (long r = 0; r < live; r++) to[i * TILE_ROWS + r] = from[r * job.x_stride + i];
+        }
 }
 
 // A block of rows times a range of panels: A packed in L2, a K block of the panel in L1.
@@ -109,18 +136,18 @@ template <typename B>
 void large_block(const Linear& job, long row, long rows, long panel_begin, long panel_end) {
     static thread_local Scratch packed_memory, sum_memory;
     constexpr long ROW = row_bytes<B>();
-    long tiles = ceil_div(rows, TILE_ROWS);
+    const long tiles = ceil_div(rows, TILE_ROWS), most = k_block<B>(job.k);
     float* packed = packed_memory.floats(tiles * TILE_ROWS * job.k);
     float* sums = sum_memory.floats(tiles * TILE_ROWS * TILE_COLS);
-    pack_rows(job, row, rows, packed);
+    pack_rows(job, row, rows, most, packed);
     for (long panel = panel_begin; panel < panel_end; panel++) {
         bool direct_panel = (panel + 1) * TILE_COLS <= job.n && !job.bias;
-        for (long at = 0; at < job.k; at += K_BLOCK) {
-            long depth = std::min(K_BLOCK, job.k - at);
+        for (long at = 0; at < job.k; at += most) {
+            long depth = std::min(most, job.k - at);
             bool last = at + depth == job.k;
             const char* b = job.weight + (panel * job.k + at) * ROW;
             for (long t = 0; t < tiles; t++) {
-                const float* a = packed + (t * job.k + at) * TILE_ROWS;
+                const float* a = packed + (at * tiles + t * depth) * TILE_ROWS;
                 float* sum = sums + t * TILE_ROWS * TILE_COLS;
                 long first = row + t * TILE_ROWS, live = std::min<long>(TILE_ROWS, rows - t * TILE_ROWS);
                 bool direct = last && direct_panel && live == TILE_ROWS;
@@ -146,10 +173,9 @@ void linear(const Linear& job, int threads) {
             small_panels<B>(job, panels * part / threads, panels * (part + 1) / threads);
         return;
     }
-    // Blocks of rows as tall as L2 allows, but enough of them to keep all threads busy to the end; wide jobs with few
-    // blocks are cut over the panels, too.
+    // Enough blocks of rows to keep all threads busy to the end; where there are few, they are cut over the panels, too.
     long tiles = ceil_div(job.m, TILE_ROWS);
-    long most = std::max<long>(2, M_BLOCK_BYTES / (job.k * 4 * TILE_ROWS));
+    long most = std::min(BLOCK_TILES, std::max<long>(2, BLOCK_BYTES / (job.k * 4 * TILE_ROWS)));
     long blocks = ceil_div(tiles, most);
     blocks = std::min(tiles, ceil_div(blocks, threads) * threads);
     long cuts = std::min(ceil_div(panels, 16), std::max<long>(1, ceil_div(4 * threads, blocks)));

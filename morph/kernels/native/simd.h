@@ -74,11 +74,22 @@ MORPH_INLINE vf max(vf a, vf b) { return (vf)_mm512_max_ps((__m512)a, (__m512)b)
 MORPH_INLINE vf max(vf a, vf b) { return select(a > b, a, b); }
 #endif
 
+// Halves are added until one lane is left, in the same order in every build.
+#ifdef MORPH_AVX512
+MORPH_INLINE float sum(vf x) {
+    __m256 a = _mm256_add_ps(_mm512_castps512_ps256((__m512)x), _mm512_extractf32x8_ps((__m512)x, 1));
+    __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+    return _mm_cvtss_f32(_mm_add_ss(b, _mm_shuffle_ps(b, b, 1)));
+}
+#else
 MORPH_INLINE float sum(vf x) {
     float part[8];
     for (int i = 0; i < 8; i++) part[i] = x[i] + x[i + 8];
-    return ((part[0] + part[4]) + (part[2] + part[6])) + ((part[1] + part[5]) + (part[3] + part[7]));
+    for (int i = 0; i < 4; i++) part[i] += part[i + 4];
+    return (part[0] + part[2]) + (part[1] + part[3]);
 }
+#endif
 #ifdef MORPH_AVX512
 MORPH_INLINE float max_of(vf x) { return _mm512_reduce_max_ps((__m512)x); }
 #else
@@ -133,11 +144,26 @@ MORPH_INLINE vf sigmoid(vf x) {
 }
 MORPH_INLINE vf silu(vf x) { return x * sigmoid(x); }
 
-MORPH_INLINE float exp1(float x) { return std::exp(x); }
-MORPH_INLINE float sigmoid1(float x) {
-    return x >= 0 ? 1.0f / (1.0f + std::exp(-x)) : std::exp(x) / (1.0f + std::exp(x));
+MORPH_INLINE vf abs(vf x) { return (vf)((vu)x & 0x7fffffffu); }
+
+// log(sigmoid(x)) = min(x, 0) - log(1 + y), y = e^-|x|, and log(1 + y) = 2 atanh(y / (2 + y)).
+MORPH_INLINE vf log_sigmoid(vf x) {
+    vf y = exp(-abs(x));
+    vf s = y / (y + 2.0f), t = s * s;
+    vf p = splat(1.0f / 15);
+    p = p * t + 1.0f / 13;
+    p = p * t + 1.0f / 11;
+    p = p * t + 1.0f / 9;
+    p = p * t + 1.0f / 7;
+    p = p * t + 1.0f / 5;
+    p = p * t + 1.0f / 3;
+    p = p * t + 1.0f;
+    return select(x < 0.0f, x, splat(0.0f)) - 2.0f * s * p;
 }
-MORPH_INLINE float log_sigmoid1(float x) { return (x < 0 ? x : 0.0f) - std::log1p(std::exp(-std::fabs(x))); }
+
+MORPH_INLINE float sigmoid1(float x) { return sigmoid(splat(x))[0]; }
+MORPH_INLINE float log_sigmoid1(float x) { return log_sigmoid(splat(x))[0]; }
+MORPH_INLINE float exp1(float x) { return exp(splat(x))[0]; }
 
 #if defined(__clang__)
 #define MORPH_SHUFFLE(p, q, ...) __builtin_shufflevector(p, q, __VA_ARGS__)

@@ -18,12 +18,18 @@ constexpr int TILE_COLS = 32;
 // How A lies: element (r, i) at a[r * stride + i], or at a[i * stride + r].
 enum class A { rows, columns };
 
+// What to fetch while a tile runs: a row of B at `at`, which moves by `step` bytes with every row of the tile.
+struct Ahead {
+    const char* at = nullptr;
+    long step = 0;
+};
+
 // What B is: k rows of 32 floats or 32 bf16, `b_stride` bytes apart. Of bf16, accumulator 0 takes the even elements
 // and accumulator 1 the odd ones; weights are packed so that these are columns 0-15 and 16-31.
-template <int R, A LAYOUT, typename B, bool ADD>
+template <int R, A LAYOUT, typename B, bool ADD, bool STREAM = false>
 __attribute__((noinline)) void tile(
     const float* MORPH_RESTRICT a, long a_stride, const void* MORPH_RESTRICT b_data, long b_stride, long k,
-    const float* sum, long sum_stride, float* c, long c_stride) {
+    const float* sum, long sum_stride, float* c, long c_stride, Ahead ahead = {}) {
     const char* b = static_cast<const char*>(b_data);
     vf acc[R][2];
 #pragma GCC unroll 16
@@ -42,6 +48,11 @@ __attribute__((noinline)) void tile(
             b1 = load(reinterpret_cast<const float*>(b) + LANES);
         }
         b += b_stride;
+        if constexpr (STREAM) {
+            for (long line = 0; line < static_cast<long>(TILE_COLS * sizeof(B)); line += 64)
+                __builtin_prefetch(ahead.at + line);
+            ahead.at += ahead.step;
+        }
 #pragma GCC unroll 16
         for (int r = 0; r < R; r++) {
             float s = LAYOUT == A::rows ? a[r * a_stride + i] : a[r];
@@ -57,13 +68,13 @@ __attribute__((noinline)) void tile(
     }
 }
 
-template <A LAYOUT, typename B, bool ADD>
+template <A LAYOUT, typename B, bool ADD, bool STREAM = false>
 MORPH_INLINE void tile_of(
     int rows, const float* a, long a_stride, const void* b, long b_stride, long k, const float* sum, long sum_stride,
-    float* c, long c_stride) {
-#define MORPH_CASE(R)                                                                        \
-    case R:                                                                                  \
-        tile<R, LAYOUT, B, ADD>(a, a_stride, b, b_stride, k, sum, sum_stride, c, c_stride); \
+    float* c, long c_stride, Ahead ahead = {}) {
+#define MORPH_CASE(R)                                                                                       \
+    case R:                                                                                                 \
+        tile<R, LAYOUT, B, ADD, STREAM>(a, a_stride, b, b_stride, k, sum, sum_stride, c, c_stride, ahead); \
         break;
     switch (rows) {
         MORPH_CASE(1)

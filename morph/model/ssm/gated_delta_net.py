@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from morph.config import ModelConfig
 from morph.errors import UnsupportedModel
+from morph.kernels.gated_delta.reference import chunk_gated_delta_rule
 from morph.model.attention import Attention, Rope
 from morph.model.rope import apply_rope
-from morph.model.ssm.chunk import chunk_gated_delta_rule
 
 SILU_ONE = 1.278464542761074
 """silu of this is 1: the output gate starts open and neutral."""
@@ -47,9 +47,7 @@ class DepthwiseConv(nn.Module):
     def forward(self, x: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
         """`x` `[batch, tokens, channels]`; `before` `[batch, width - 1, channels]` are the tokens before, or zeros."""
         width, tokens = self.weight.shape[1], x.shape[1]
-        padded = (
-            F.pad(x, (0, 0, width - 1, 0)) if before is None else torch.cat([before.to(x.dtype), x], dim=1)
-        )
+        padded = F.pad(x, (0, 0, width - 1, 0)) if before is None else torch.cat([before.to(x.dtype), x], dim=1)
         out = padded[:, :tokens] * self.weight[:, 0]
         for tap in range(1, width):
             out = torch.addcmul(out, padded[:, tap : tap + tokens], self.weight[:, tap])
@@ -92,9 +90,7 @@ class GatedDeltaNet(nn.Module):
     @torch.no_grad()
     def init_from_attention(self, attention: Attention) -> None:
         """Start of a conversion: projections copied from the block's attention, everything else neutral."""
-        self.qkv.weight.copy_(
-            torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight])
-        )
+        self.qkv.weight.copy_(torch.cat([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]))
         self.out.weight.copy_(attention.o_proj.weight)
         self.conv.weight.zero_()
         self.conv.weight[:, -1] = 1.0
@@ -119,11 +115,7 @@ class GatedDeltaNet(nn.Module):
         projected = self.qkv(x)
         before = state.conv if state else projected.new_zeros(batch, self.ssm.conv_width - 1, config.qkv_size)
         q, k, v, g, beta = (t[:, 0] for t in self._recurrence_inputs(x, self.conv(projected, before)))
-        memory = (
-            state.recurrent
-            if state
-            else q.new_zeros(batch, config.num_heads, config.head_dim, config.head_dim)
-        )
+        memory = state.recurrent if state else q.new_zeros(batch, config.num_heads, config.head_dim, config.head_dim)
         memory = memory * g.exp()[..., None, None]
         value = beta[..., None] * (v - torch.einsum("bhk,bhkv->bhv", k, memory))
         memory = memory + k[..., None] * value[..., None, :]
@@ -139,7 +131,7 @@ class GatedDeltaNet(nn.Module):
         return self._output(x, recurrent, window), after
 
     def _recurrence_inputs(self, x: torch.Tensor, convolved: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """q, k, v `[batch, tokens, q heads, head_dim]`, log decay and write strength `[batch, tokens, q heads]`; float32."""
+        """q, k, v `[batch, tokens, q heads, head_dim]`, log decay and write strength without head_dim; float32."""
         config = self.config
         q, k, v = (
             part.unflatten(-1, (-1, config.head_dim)).float()
@@ -155,9 +147,7 @@ class GatedDeltaNet(nn.Module):
             g, beta = (t.repeat_interleave(config.group_size, dim=2) for t in (g, beta))
         return q, k, v, g, beta
 
-    def _rotated(
-        self, projected: torch.Tensor, rope: Rope
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _rotated(self, projected: torch.Tensor, rope: Rope) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q, k with RoPE and v, before conv and normalisation: `[batch, heads, tokens, head_dim]`."""
         config = self.config
         q, k, v = (
