@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,6 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 
 from benchmarks.claims import RESULTS
@@ -94,7 +94,8 @@ def measure(
     """One row per window: base cross-entropy, and KL and cross-entropy of each delta at each attention count."""
     rng = random.Random(seed)
     rows = []
-    for text, tokens in track(windows, description="windows", console=Console(stderr=True)):
+    for number, (text, tokens) in enumerate(windows, 1):
+        begin = time.perf_counter()
         any_model = next(iter(models.values()))
         blocks = any_model.config.num_blocks
         base = any_model(tokens[None])[0]
@@ -106,6 +107,8 @@ def measure(
                 logits = model(tokens[None], layout)[0]
                 row[f"{name}.{count}"] = (divergence(base, logits), cross_entropy(logits, tokens))
         rows.append(row)
+        seconds = time.perf_counter() - begin
+        typer.echo(f"window {number} of {len(windows)} ({text}): {seconds:.0f} s", err=True)
     return rows
 
 
