@@ -101,6 +101,11 @@ class ModelConfig:
         """True when any block holds an SSM mixer."""
         return any(kind != "attention" for kind in self.block_kinds)
 
+    @property
+    def is_adaptive(self) -> bool:
+        """True when the layout can depend on the request."""
+        return "adaptive" in self.block_kinds
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `from_dict` reads it back."""
         return asdict(self)
@@ -133,7 +138,7 @@ class EngineConfig:
         prefill_tokens: prompt tokens (times all blocks) worth of prefill work per engine iteration, the bound
             on how long a decode step waits.
         cohort_tokens: most prompt tokens prefilled together.
-        token_tile: rows per tile of the MLP and projections in prefill, bounds activation memory.
+        token_tile: rows per tile of the MLP in prefill, bounds its activation memory.
         attention_budget: default budget of requests that name none, 0…1.
         poison: fill freed pages with NaN (tests).
     """

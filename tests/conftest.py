@@ -10,7 +10,6 @@ import torch
 
 from tests.tiny import tiny_model
 
-
 # Tiny models gain nothing from threads, and on a busy machine waiting for each other costs them minutes.
 torch.set_num_threads(1)
 

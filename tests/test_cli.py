@@ -137,7 +137,8 @@ def test_sizes(text: str, size: int) -> None:
 
 def test_an_answer_that_the_encoding_lacks_is_no_crash() -> None:
     code = (
-        "import sys; from tests.server.fake import FakeEngine; import morph.cli.loading as loading; from morph.cli import main;"
+        "import sys; from tests.server.fake import FakeEngine; import morph.cli.loading as loading; "
+        "from morph.cli import main; "
         "loading.load_engine = lambda model, config: FakeEngine(); sys.exit(main(['chat', 'x']))"
     )
     done = subprocess.run(
@@ -280,6 +281,17 @@ def test_the_demo_without_a_terminal_prints_lines_a_table_and_what_to_do_next(
     assert "make serve" in shown and "curl" in shown and "morph chat fake" in shown
     assert {params.attention_budget for _, params in engine.seen} == {0.3}
     assert not engine.alive
+
+
+def test_the_demo_of_a_model_without_gates_says_so_and_names_the_layouts(
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FakeEngine, "has_gates", False)
+    assert main(["demo", "fake"]) == 0
+    assert "no gates yet" in capsys.readouterr().out
+    blocks = engine.config.num_blocks
+    every_other = "".join("10"[block % 2] for block in range(blocks))
+    assert {params.layout for _, params in engine.seen} == {"attention", "ssm", every_other}
 
 
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (120, 40), (200, 60), (40, 10)])

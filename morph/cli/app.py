@@ -28,7 +28,8 @@ COMMANDS = {
     "eval": ("morph.evaluate.cli", "Measure the quality of a model."),
     "bench": ("morph.bench.cli", "Measure the speed of a model."),
 }
-"""Name -> module with a typer app named `app`, and the line in `morph --help`; a module that is not there is left out."""
+"""Name -> module with a typer app named `app`, and the line in `morph --help`; a module that is not there is
+left out."""
 
 
 class LazyGroup(TyperGroup):

@@ -23,7 +23,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 READY = """\
 {name} is served at {url}/v1 (health: {url}/health, metrics: {url}/metrics); end with Ctrl-C
   curl {url}/v1/chat/completions -H 'Content-Type: application/json' \\
-    -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}], "morph": {{"attention_budget": 0.5}}}}'"""
+    -d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello"}}], \
+"morph": {{"attention_budget": 0.5}}}}'"""
 
 
 @app.command()

@@ -47,7 +47,6 @@ class AsyncEngine:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._stats: dict[str, Any] = loaded.engine.stats()
-        self._submitted = 0
         self.error: BaseException | None = None
 
     @classmethod
@@ -58,7 +57,7 @@ class AsyncEngine:
     @property
     def has_gates(self) -> bool:
         """True when `layout="auto"` is served by gates (or there is nothing to decide)."""
-        return "adaptive" not in self.config.block_kinds or bool(self.source.meta.get("gate"))
+        return not self.config.is_adaptive or bool(self.source.meta.get("gate"))
 
     @property
     def alive(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import secrets
 import time
 from collections.abc import Callable
@@ -14,15 +13,13 @@ from morph.config import EngineConfig, ModelConfig
 from morph.engine.admission import Admission
 from morph.engine.detokenizer import Decoder, Detokenizer
 from morph.engine.params import FinishReason, SamplingParams
-from morph.engine.request import Request, Status
+from morph.engine.request import Request
 from morph.engine.runner import Cohort, ModelRunner
 from morph.engine.sampling import sample, token_logprob
 from morph.engine.scheduler import Scheduler
 from morph.errors import InvalidRequest
 from morph.gate.policy import GatePolicy
 from morph.layout import Layout
-
-log = logging.getLogger(__name__)
 
 SCORE_TILE = 256
 """Rows of prompt logits made at a time: 256 x vocabulary x 4 bytes."""
@@ -57,7 +54,6 @@ class Engine:
         self._policy_for = policy_for
         self._policies: dict[float, GatePolicy] = {}
         self._order = 0
-        self._adaptive = any(kind == "adaptive" for kind in config.block_kinds)
         self.steps = 0
         self.decode_rows = 0
         self.prefill_rows = 0
@@ -149,25 +145,23 @@ class Engine:
 
     def _choose(self, params: SamplingParams) -> tuple[Layout | None, GatePolicy | None, float | None]:
         """Fixed layout, or gate policy with its budget."""
+        kinds = self.config.block_kinds
+        if params.layout in ("attention", "ssm"):
+            # The words mean "as far as the model has it"; bits are taken literally.
+            bit = params.layout == "attention"
+            return Layout.from_bits(bit if kind == "adaptive" else kind == "attention" for kind in kinds), None, None
         if params.layout != "auto":
             layout = Layout.parse(params.layout, self.config.num_blocks)
-            for block, (bit, kind) in enumerate(zip(layout, self.config.block_kinds, strict=True)):
+            for block, (bit, kind) in enumerate(zip(layout, kinds, strict=True)):
                 if kind != "adaptive" and bit != (kind == "attention"):
-                    # The words mean "as far as the model has them"; bits are taken literally.
-                    if params.layout in ("attention", "ssm"):
-                        layout = Layout.from_bits(
-                            b if k == "adaptive" else k == "attention"
-                            for b, k in zip(layout, self.config.block_kinds, strict=True)
-                        )
-                        break
                     raise InvalidRequest(
                         f"layout {params.layout!r} asks for {'attention' if bit else 'ssm'} in block {block}, "
                         f"which has {kind} only",
                         "layout",
                     )
             return layout, None, None
-        if not self._adaptive:
-            return Layout.from_bits(kind == "attention" for kind in self.config.block_kinds), None, None
+        if not self.config.is_adaptive:
+            return Layout.from_bits(kind == "attention" for kind in kinds), None, None
         budget = params.attention_budget
         if budget is None:
             budget = self.engine_config.attention_budget
@@ -267,7 +261,7 @@ class Engine:
             rows = normed[cohort.starts[index] : cohort.starts[index + 1]]
             if len(request.bits) <= block:
                 request.bits.append(self._decide(request, block, rows))
-            elif self._adaptive:
+            elif self.config.is_adaptive:
                 self.runner.sum_tokens(request, block, rows)
             self.admission.open_block(request, block, request.bits[block])
         self.runner.run_block(cohort, normed, [request.bits[block] for request in cohort.requests])
@@ -275,7 +269,7 @@ class Engine:
     def _decide(self, request: Request, block: int, rows: torch.Tensor) -> bool:
         """The block's bit, from what the gate sees of the prompt; keeps the running sums of all its tokens."""
         seen = request.gate_tokens if request.policy is not None else len(rows)
-        sums = self.runner.sum_tokens(request, block, rows[:seen]) if self._adaptive else None
+        sums = self.runner.sum_tokens(request, block, rows[:seen]) if self.config.is_adaptive else None
         if request.policy is None:
             assert request.fixed is not None
             return request.fixed[block]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from morph.config import EngineConfig
 from morph.engine.load import load_engine
@@ -75,15 +75,15 @@ class LLM:
         Raises:
             InvalidRequest: for any bad prompt or parameter, before anything runs.
         """
-        if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
-            prompts = [prompts]  # type: ignore[list-item]
+        single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int))
+        many = cast(Sequence[Prompt], [prompts] if single else prompts)
         if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams()] * len(prompts)
-        if len(params) != len(prompts):
-            raise InvalidRequest(f"{len(prompts)} prompts but {len(params)} params; give one each or one for all")
+            params = [params or SamplingParams()] * len(many)
+        if len(params) != len(many):
+            raise InvalidRequest(f"{len(many)} prompts but {len(params)} params; give one each or one for all")
         requests = [
-            self.engine.make_request(self._next_id(), self._tokens(prompt), one)  # type: ignore[arg-type]
-            for prompt, one in zip(prompts, params, strict=True)
+            self.engine.make_request(self._next_id(), self._tokens(prompt), one)
+            for prompt, one in zip(many, params, strict=True)
         ]
         self._run(requests)
         return [request.output(self.engine.config.num_blocks) for request in requests]
@@ -94,14 +94,14 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
         """Answer conversations (lists of `{"role", "content"}`) in the model's chat format."""
-        if conversations and isinstance(conversations[0], dict):
-            conversations = [conversations]  # type: ignore[list-item]
+        single = len(conversations) > 0 and isinstance(conversations[0], dict)
+        many = cast(Sequence[Sequence[Message]], [conversations] if single else conversations)
         prompts = [
             self.tokenizer.encode(
                 self.tokenizer.apply_chat_template(list(c), tokenize=False, add_generation_prompt=True),
                 add_special_tokens=False,
             )
-            for c in conversations
+            for c in many
         ]
         return self.generate(prompts, params)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,8 +21,6 @@ from morph.kernels import get_kernels
 from morph.memory.pool import UnitPool
 from morph.memory.tables import PageTables, UnitLayout
 from morph.model.rope import rope_tables
-
-log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MEMORY_SHARE = 0.4

@@ -7,9 +7,9 @@ the path that it does not take.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 
-import numpy as np
 import torch
 
 from morph.config import ModelConfig
@@ -44,6 +44,11 @@ class Cohort:
         return self.starts[-1]
 
 
+def _starts(requests: list[Request]) -> list[int]:
+    """First row of each request in a cohort, and the total at the end."""
+    return list(accumulate((request.num_tokens for request in requests), initial=0))
+
+
 @dataclass
 class Path:
     """Rows of a batch that take one mixer in one block. `rows` is None when all do."""
@@ -60,7 +65,6 @@ class DecodeBatch:
     requests: list[Request]
     slots: torch.Tensor
     paths: list[tuple[Path | None, Path | None]]
-    groups: dict[tuple[bool, ...], tuple[Path | None, Path | None]] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -100,11 +104,10 @@ class ModelRunner:
     def start_cohort(self, requests: list[Request]) -> Cohort:
         """Embed the tokens of requests that hold a slot each; nothing of them is in memory yet."""
         tokens = [token for request in requests for token in request.tokens]
-        starts = [0, *np.cumsum([request.num_tokens for request in requests]).tolist()]
         ids = torch.tensor(tokens, dtype=torch.long, device=self.kernels.device)
         for request in requests:
             self.sums[request.slot] = 0.0
-        return Cohort(requests, self.weights.embedding.rows(ids), None, starts)
+        return Cohort(requests, self.weights.embedding.rows(ids), None, _starts(requests))
 
     def drop(self, cohort: Cohort, request: Request) -> None:
         """Take a request out of a cohort between two blocks."""
@@ -114,11 +117,10 @@ class ModelRunner:
         if cohort.pending is not None:
             cohort.pending = torch.cat([cohort.pending[:begin], cohort.pending[end:]])
         del cohort.requests[index]
-        lengths = [r.num_tokens for r in cohort.requests]
-        cohort.starts = [0, *np.cumsum(lengths).tolist()] if lengths else [0]
+        cohort.starts = _starts(cohort.requests)
 
     def norm_block(self, cohort: Cohort) -> torch.Tensor:
-        """Normed input of the cohort's next block, float32 `[rows, hidden]`; adds it to the running sums."""
+        """Normed input of the cohort's next block, float32 `[rows, hidden]`."""
         weights = self.weights.blocks[cohort.block]
         if cohort.pending is None:
             normed = self.kernels.rms_norm(cohort.hidden, weights.input_norm, self.config.rms_norm_eps)
@@ -256,13 +258,13 @@ class ModelRunner:
         positions = torch.tensor([request.cached for request in requests], dtype=torch.int32, device=device)
         hidden = self.weights.embedding.rows(tokens)
         pending: torch.Tensor | None = None
-        picked: dict[int, torch.Tensor] = {}
+        picked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-        def pick(path: Path) -> torch.Tensor:
-            if path.rows is None:
-                return positions
+        def pick(path: Path) -> tuple[torch.Tensor, torch.Tensor]:
+            """Positions of the path's rows and how many keys each sees; blocks with equal rows share them."""
             if id(path) not in picked:
-                picked[id(path)] = positions[path.rows]
+                at = positions if path.rows is None else positions[path.rows]
+                picked[id(path)] = (at, at + 1)
             return picked[id(path)]
 
         count = len(requests)
@@ -274,17 +276,17 @@ class ModelRunner:
                 pending = torch.empty_like(hidden)
             else:
                 kernels.add_rms_norm_(hidden, pending, weights.input_norm, config.rms_norm_eps, out=normed)
-            if self.config.has_ssm:
+            if config.is_adaptive:
                 self._add_to_sums(batch, block, normed)
             attention, ssm = batch.paths[block]
             for path, run in ((attention, self._decode_attention), (ssm, self._decode_ssm)):
                 if path is None:
                     continue
                 if path.rows is None:
-                    run(weights, block, normed, path, pick(path), mixed)
+                    run(weights, block, normed, path, *pick(path), mixed)
                 else:
                     rows = normed[path.rows]
-                    mixed[path.rows] = run(weights, block, rows, path, pick(path), torch.empty_like(rows))
+                    mixed[path.rows] = run(weights, block, rows, path, *pick(path), torch.empty_like(rows))
             kernels.add_rms_norm_(hidden, mixed, weights.post_norm, config.rms_norm_eps, out=normed)
             self._mlp(weights, normed, pending)
         assert pending is not None
@@ -295,7 +297,14 @@ class ModelRunner:
         self.sums[:, block].index_add_(0, batch.slots, normed.double())
 
     def _decode_attention(
-        self, weights: BlockWeights, block: int, x: torch.Tensor, path: Path, positions: torch.Tensor, out: torch.Tensor
+        self,
+        weights: BlockWeights,
+        block: int,
+        x: torch.Tensor,
+        path: Path,
+        positions: torch.Tensor,
+        lens: torch.Tensor,
+        out: torch.Tensor,
     ) -> torch.Tensor:
         assert weights.attention is not None
         mixer, kernels, config, tables = weights.attention, self.kernels, self.config, self.tables
@@ -306,13 +315,20 @@ class ModelRunner:
             tables.pool.storage, table, path.slots, pages,
         )  # fmt: skip
         heads = kernels.decode_attention(
-            qkv[:, : config.q_size], tables.pool.storage, table, pages, path.slots, positions + 1, self.scale,
+            qkv[:, : config.q_size], tables.pool.storage, table, pages, path.slots, lens, self.scale,
             out=self.workspace.take("heads", path.count, config.q_size),
         )  # fmt: skip
         return kernels.linear(heads, mixer.out, out=out)
 
     def _decode_ssm(
-        self, weights: BlockWeights, block: int, x: torch.Tensor, path: Path, positions: torch.Tensor, out: torch.Tensor
+        self,
+        weights: BlockWeights,
+        block: int,
+        x: torch.Tensor,
+        path: Path,
+        positions: torch.Tensor,
+        lens: torch.Tensor,
+        out: torch.Tensor,
     ) -> torch.Tensor:
         assert weights.ssm is not None
         mixer, kernels, tables = weights.ssm, self.kernels, self.tables
@@ -335,7 +351,7 @@ class ModelRunner:
             if bits not in groups:
                 groups[bits] = (self._path(bits, True, slots), self._path(bits, False, slots))
             paths.append(groups[bits])
-        return DecodeBatch(list(requests), slots.long(), paths, groups)
+        return DecodeBatch(list(requests), slots.long(), paths)
 
     def _path(self, bits: tuple[bool, ...], path: bool, slots: torch.Tensor) -> Path | None:
         rows = [i for i, bit in enumerate(bits) if bit is path]

@@ -66,7 +66,12 @@ class ModelWeights:
 
 
 def load_weights(
-    source: TensorSource, config: ModelConfig, kernels: Kernels, dtype: torch.dtype, cos: torch.Tensor, sin: torch.Tensor
+    source: TensorSource,
+    config: ModelConfig,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
 ) -> ModelWeights:
     """Read and pack all weights, one projection at a time so that the peak stays near the final size.
 

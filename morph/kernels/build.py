@@ -8,6 +8,7 @@ threads.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import platform
@@ -82,8 +83,7 @@ def _key(compiler: str, flags: list[str]) -> str:
     for source in sorted(SOURCES.iterdir()):
         if source.suffix in (".cpp", ".h"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    for part in (version, *flags, *_openmp_link_flags(compiler), platform.machine(), _cpu()):
+    for part in (_version(compiler), *flags, *_openmp_link_flags(compiler), platform.machine(), _cpu()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:24]
 
@@ -116,9 +116,14 @@ def _bundled_openmp() -> Path | None:
     return found[0] if found else None
 
 
+@functools.cache
+def _version(compiler: str) -> str:
+    """What the compiler says of itself."""
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+
+
 def _is_clang(compiler: str) -> bool:
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    return "clang" in version
+    return "clang" in _version(compiler)
 
 
 def _openmp_compile_flags(compiler: str) -> list[str]:

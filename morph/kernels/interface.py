@@ -20,6 +20,11 @@ import torch
 from morph.config import ModelConfig
 
 
+def page_tokens(head_dim: int, dtype: torch.dtype) -> int:
+    """Tokens of one kv head's keys and values that fill one unit of head_dim² x 4 bytes."""
+    return 2 * head_dim // dtype.itemsize
+
+
 @dataclass(frozen=True, eq=False)
 class SSMParams:
     """The small parameters of one block's Gated DeltaNet mixer, float32.

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 
 from morph.kernels.build import cpu_has
-from morph.kernels.interface import PackedLinear, SSMParams
+from morph.kernels.interface import PackedLinear, SSMParams, page_tokens
 from morph.kernels.torch_backend import TorchKernels, head_dim
 
 HEAD_DIMS = (32, 64, 96, 128)
@@ -235,8 +235,8 @@ class NativeKernels(TorchKernels):
             qkv.data_ptr(), qkv.stride(0), cos.data_ptr(), sin.data_ptr(), positions.data_ptr(),
             None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(), eps,
             storage.data_ptr(), storage.stride(0), table.data_ptr(), table.stride(0), slots.data_ptr(), max_pages,
-            self._page_tokens(dim), self._is_bf16, rows, columns // dim - 2 * self.num_kv_heads, self.num_kv_heads,
-            dim, self._threads,
+            page_tokens(dim, self.dtype), self._is_bf16, rows, columns // dim - 2 * self.num_kv_heads,
+            self.num_kv_heads, dim, self._threads,
         )  # fmt: skip
         return None
 
@@ -259,7 +259,7 @@ class NativeKernels(TorchKernels):
             out = torch.empty((rows, columns))
         self._library.morph_prefill_attention(
             q.data_ptr(), q.stride(0), storage.data_ptr(), storage.stride(0), table_row.data_ptr(), max_pages,
-            self._page_tokens(dim), self._is_bf16, rows, columns // dim, self.num_kv_heads, dim, start, scale,
+            page_tokens(dim, self.dtype), self._is_bf16, rows, columns // dim, self.num_kv_heads, dim, start, scale,
             out.data_ptr(), self._threads,
         )  # fmt: skip
         return out
@@ -284,7 +284,7 @@ class NativeKernels(TorchKernels):
             out = torch.empty((rows, columns))
         self._library.morph_decode_attention(
             q.data_ptr(), q.stride(0), storage.data_ptr(), storage.stride(0), table.data_ptr(), table.stride(0),
-            max_pages, self._page_tokens(dim), self._is_bf16, slots.data_ptr(), lens.data_ptr(), rows,
+            max_pages, page_tokens(dim, self.dtype), self._is_bf16, slots.data_ptr(), lens.data_ptr(), rows,
             columns // dim, self.num_kv_heads, dim, scale, out.data_ptr(), self._threads,
         )  # fmt: skip
         return out
@@ -308,8 +308,8 @@ class NativeKernels(TorchKernels):
             out = torch.empty((rows, params.heads * params.head_dim))
         self._library.morph_gdn_prefill(
             self._gdn_params(params), x_in.data_ptr(), x_in.stride(0), rows, storage.data_ptr(), storage.stride(0),
-            table_row.data_ptr(), self._page_tokens(params.head_dim), self._is_bf16, conv_tail.data_ptr(), has_state,
-            start, out.data_ptr(), self._threads,
+            table_row.data_ptr(), page_tokens(params.head_dim, self.dtype), self._is_bf16, conv_tail.data_ptr(),
+            has_state, start, out.data_ptr(), self._threads,
         )  # fmt: skip
         return out
 
@@ -332,13 +332,11 @@ class NativeKernels(TorchKernels):
             out = torch.empty((rows, params.heads * params.head_dim))
         self._library.morph_gdn_decode(
             self._gdn_params(params), x_in.data_ptr(), x_in.stride(0), rows, storage.data_ptr(), storage.stride(0),
-            table.data_ptr(), table.stride(0), self._page_tokens(params.head_dim), self._is_bf16, slots.data_ptr(),
-            conv_tails.data_ptr(), conv_tails.stride(0), positions.data_ptr(), out.data_ptr(), self._threads,
+            table.data_ptr(), table.stride(0), page_tokens(params.head_dim, self.dtype), self._is_bf16,
+            slots.data_ptr(), conv_tails.data_ptr(), conv_tails.stride(0), positions.data_ptr(), out.data_ptr(),
+            self._threads,
         )  # fmt: skip
         return out
-
-    def _page_tokens(self, dim: int) -> int:
-        return dim if self._is_bf16 else dim // 2
 
     def _gdn_params(self, params: SSMParams) -> int:
         """Address of the C struct of these parameters, made once."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from morph.config import ModelConfig
+from morph.kernels.interface import page_tokens
 from morph.memory.pool import SINK, UnitPool, Units
 
 
@@ -38,15 +39,15 @@ class UnitLayout:
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, max_context: int) -> UnitLayout:
         """Layout for a model with keys and values of `dtype`."""
-        page_tokens = 2 * config.head_dim // dtype.itemsize
+        tokens = page_tokens(config.head_dim, dtype)
         window = config.ssm.window if config.ssm else 0
         return cls(
             kv_heads=config.num_kv_heads,
             state_heads=config.num_state_heads,
             unit_bytes=config.head_dim * config.head_dim * 4,
-            page_tokens=page_tokens,
-            max_pages=-(-max_context // page_tokens),
-            ring_pages=-(-window // page_tokens),
+            page_tokens=tokens,
+            max_pages=-(-max_context // tokens),
+            ring_pages=-(-window // tokens),
         )
 
     @property
@@ -154,8 +155,7 @@ class PageTables:
 
     def release(self, slot: int) -> None:
         """Free all that the slot holds, and the slot."""
-        for block in range(self.num_blocks):
-            self.pool.release(self.units(slot, block))
+        self.pool.release(np.concatenate([self.units(slot, block) for block in range(self.num_blocks)]))
         self._host[slot] = SINK
         self._kind[slot] = 0
         self._tokens[slot] = 0

@@ -92,7 +92,7 @@ def max_context(engine: ServedEngine) -> int:
 
 def is_adaptive(engine: ServedEngine) -> bool:
     """True when the layout can depend on the prompt."""
-    return "adaptive" in engine.config.block_kinds
+    return engine.config.is_adaptive
 
 
 def text_of(tokenizer: Tokenizer, ids: Sequence[int]) -> str:

@@ -19,10 +19,11 @@ async def encode(engine: ServedEngine, prompt: str | list[int]) -> list[int]:
     Raises:
         ApiError: 400, empty.
     """
-    if isinstance(prompt, str):
-        ids = await encode_text(engine, prompt) if prompt else []
-    else:
+    ids: list[int] = []
+    if isinstance(prompt, list):
         ids = list(prompt)
+    elif prompt:
+        ids = await encode_text(engine, prompt)
     if not ids:
         raise bad_request("the prompt is empty; give at least one token", "prompt", "empty_prompt")
     return ids

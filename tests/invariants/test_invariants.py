@@ -181,7 +181,8 @@ def test_memory_is_proportional_to_the_layout(llm: LLM) -> None:
     tables = llm.engine.runner.tables
     tokens = prompt(1, 100)
     for bits in ("1111", "0000", "0100", "1101"):
-        request = llm.engine.make_request(f"m{bits}", tokens, SamplingParams(max_tokens=4, layout=bits, ignore_eos=True))
+        params = SamplingParams(max_tokens=4, layout=bits, ignore_eos=True)
+        request = llm.engine.make_request(f"m{bits}", tokens, params)
         llm.engine.add(request)
         llm.engine.step()
         held = tables.held(request.slot)

@@ -153,10 +153,9 @@ class FakeEngine:
                 self.alive, self.error = False, "boom"
                 raise RuntimeError("a bug")
             first = first or time.perf_counter() - begin
-            if params.ignore_eos:
-                tokens = [script[i % (len(script) - 1)] for i in range(count)]
-            else:
-                tokens = script[:count]
+            tokens = (
+                [script[i % (len(script) - 1)] for i in range(count)] if params.ignore_eos else script[:count]
+            )
             text = self.tokenizer.decode(tokens)
             text = text.rstrip("\ufffd")
             reason: Any = None
@@ -170,12 +169,13 @@ class FakeEngine:
             if self.fail_after is not None and count > self.fail_after:
                 reason = "error"
             self.made[request_id] = count
+            budget = 0.5 if params.attention_budget is None else params.attention_budget
             output = RequestOutput(
                 request_id=request_id, prompt_token_ids=ids, text=text, token_ids=tokens,
                 delta_text=text[sent_text:], delta_token_ids=tokens[-1:], finish_reason=reason,
                 error="logits are not finite" if reason == "error" else None,
                 layout=str(layout), layout_source="gate" if auto else "request",
-                attention_budget=(0.5 if params.attention_budget is None else params.attention_budget) if auto else None,
+                attention_budget=budget if auto else None,
                 predicted_loss=0.25 if auto else None, cached_tokens=self.cached_tokens,
                 ttft=first, e2e=time.perf_counter() - begin if reason else None, prompt_logprobs=prompt_logprobs,
             )  # fmt: skip
