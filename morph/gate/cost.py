@@ -223,7 +223,7 @@ class CostTable:
         if data.get("version") != COST_VERSION:
             raise UnsupportedModel(
                 f"cost table has version {data.get('version')!r}, this Morph reads {COST_VERSION}; "
-                "make the table again with `morph calibrate`, or use a Morph of its time"
+                "make the table again with CostTable.analytic, or use a Morph of its time"
             )
         try:
             return cls(

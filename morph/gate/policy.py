@@ -273,12 +273,12 @@ class Gates:
         """
         meta = source.meta.get("gate")
         if not meta:
-            raise UnsupportedModel("model has no gates; name a layout, or make gates with `morph gate fit`")
+            raise UnsupportedModel("model has no gates; name a layout, or fit gates (morph.gate.pipeline)")
         if meta.get("policy") != "utility":
             raise UnsupportedModel(f"gate policy {meta.get('policy')!r} is unknown, want 'utility'; update Morph")
         for key in ("budgets", "tau", "cost_table"):
             if key not in meta:
-                raise CorruptFile(f"config.json has no gate.{key}; calibrate with `morph gate calibrate`")
+                raise CorruptFile(f"config.json has no gate.{key}; calibrate again (morph.gate.pipeline)")
         cost = CostTable.load(source.tokenizer_dir / str(meta["cost_table"]))
         config = source.config
         if cost.num_blocks != config.num_blocks:
