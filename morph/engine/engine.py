@@ -238,10 +238,10 @@ class Engine:
         if cohort.block < blocks:
             return []
         logits = self.runner.finish_cohort(cohort)
-        self.prefill_rows += cohort.rows
         members = list(cohort.requests)
+        self.prefill_rows += sum(request.num_tokens for request in members)
         for index, request in enumerate(members):
-            if request.params.prompt_logprobs is not None and request.prompt_logprobs is None:
+            if _wants_prompt_logits(request):
                 self._score_prompt(cohort, index, request)
         self.scheduler.start_running(cohort)
         self.runner.forget_batch()
@@ -264,7 +264,8 @@ class Engine:
             elif self.config.is_adaptive:
                 self.runner.sum_tokens(request, block, rows)
             self.admission.open_block(request, block, request.bits[block])
-        self.runner.run_block(cohort, normed, [request.bits[block] for request in cohort.requests])
+        last_only = block + 1 == self.config.num_blocks and not any(map(_wants_prompt_logits, cohort.requests))
+        self.runner.run_block(cohort, normed, [request.bits[block] for request in cohort.requests], last_only)
 
     def _decide(self, request: Request, block: int, rows: torch.Tensor) -> bool:
         """The block's bit, from what the gate sees of the prompt; keeps the running sums of all its tokens."""
@@ -378,3 +379,8 @@ class Engine:
             "attention_share": sum(bits) / len(bits) if bits else None,
             "distinct_layouts": len({tuple(request.bits) for request in running}),
         }
+
+
+def _wants_prompt_logits(request: Request) -> bool:
+    """True while log probabilities of the request's prompt tokens are still to be made."""
+    return request.params.prompt_logprobs is not None and request.prompt_logprobs is None

@@ -7,8 +7,10 @@ the path that it does not take.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -65,6 +67,7 @@ class DecodeBatch:
     requests: list[Request]
     slots: torch.Tensor
     paths: list[tuple[Path | None, Path | None]]
+    prepared: Any = None
 
 
 class ModelRunner:
@@ -98,6 +101,7 @@ class ModelRunner:
             (slots, config.num_blocks, config.hidden_size), dtype=torch.float64, device=kernels.device
         )
         self._batch: DecodeBatch | None = None
+        self.decoder = kernels.decoder(config, weights, tables, cos, sin, self.sums)
 
     # ---- prefill
 
@@ -136,19 +140,34 @@ class ModelRunner:
         self.kernels.sum_tokens_(sums, rows)
         return sums
 
-    def run_block(self, cohort: Cohort, normed: torch.Tensor, attention: list[bool]) -> None:
-        """Run the cohort's next block with one decision per request; memory for it is open already."""
+    def run_block(self, cohort: Cohort, normed: torch.Tensor, attention: list[bool], last_only: bool = False) -> None:
+        """Run the cohort's next block with one decision per request; memory for it is open already.
+
+        Args:
+            last_only: nobody reads the block's output but for each request's last token: the cohort keeps those rows.
+        """
         weights = self.weights.blocks[cohort.block]
-        mixed = self._prefill_mixers(cohort, weights, normed, attention)
-        post = self.kernels.add_rms_norm_(
-            cohort.hidden, mixed, weights.post_norm, self.config.rms_norm_eps, out=normed
-        )
+        mixed = self._prefill_mixers(cohort, weights, normed, attention, last_only)
+        if last_only:
+            cohort.hidden = cohort.hidden[self._last_rows(cohort)]
+            cohort.starts = list(range(len(cohort.requests) + 1))
+            cohort.pending, normed = None, torch.empty_like(cohort.hidden)
+        post = self.kernels.add_rms_norm_(cohort.hidden, mixed, weights.post_norm, self.config.rms_norm_eps, out=normed)
         if cohort.pending is None:
             cohort.pending = torch.empty_like(cohort.hidden)
-        for begin in range(0, cohort.rows, self.token_tile):
-            end = min(begin + self.token_tile, cohort.rows)
-            self._mlp(weights, post[begin:end], cohort.pending[begin:end])
+        self._prefill_mlp(weights, post, cohort.pending)
         cohort.block += 1
+
+    def _prefill_mlp(self, weights: BlockWeights, x: torch.Tensor, out: torch.Tensor) -> None:
+        ws, kernels = self.workspace, self.kernels
+        if kernels.fuses_mlp(weights.gate_up, weights.down):
+            kernels.prefill_mlp(x, weights.gate_up, weights.down, out=out)
+            return
+        for begin in range(0, x.shape[0], self.token_tile):
+            tile = x[begin : begin + self.token_tile]
+            hidden = kernels.prefill_linear(tile, weights.gate_up, out=ws.take("mlp", len(tile), weights.gate_up.n))
+            act = kernels.silu_mul(hidden, out=ws.take("act", len(tile), weights.down.k))
+            kernels.prefill_linear(act, weights.down, out=out[begin : begin + len(tile)])
 
     def _mlp(self, weights: BlockWeights, x: torch.Tensor, out: torch.Tensor) -> None:
         ws, kernels = self.workspace, self.kernels
@@ -156,10 +175,20 @@ class ModelRunner:
         act = kernels.silu_mul(hidden, out=ws.take("act", x.shape[0], weights.down.k))
         kernels.linear(act, weights.down, out=out)
 
+    def _last_rows(self, cohort: Cohort) -> torch.Tensor:
+        return torch.tensor(cohort.starts[1:], device=self.kernels.device) - 1
+
     def _prefill_mixers(
-        self, cohort: Cohort, weights: BlockWeights, normed: torch.Tensor, attention: list[bool]
+        self,
+        cohort: Cohort,
+        weights: BlockWeights,
+        normed: torch.Tensor,
+        attention: list[bool],
+        last_only: bool,
     ) -> torch.Tensor:
-        mixed = self.workspace.take("mixed", cohort.rows, self.config.hidden_size)
+        """Mixer outputs of all rows, or of each request's last one."""
+        rows = len(cohort.requests) if last_only else cohort.rows
+        mixed = self.workspace.take("mixed", rows, self.config.hidden_size)
         for path in (True, False):
             members = [i for i, bit in enumerate(attention) if bit is path]
             if not members:
@@ -168,11 +197,14 @@ class ModelRunner:
             requests = [cohort.requests[i] for i in members]
             run = self._prefill_attention if path else self._prefill_ssm
             if len(members) == len(attention):
-                run(weights, cohort.block, normed, requests, mixed)
+                run(weights, cohort.block, normed, requests, mixed, last_only)
                 continue
             # Spans are contiguous, so gather and scatter are a few block copies.
-            rows = torch.cat([normed[begin:end] for begin, end in spans])
-            result = run(weights, cohort.block, rows, requests, torch.empty_like(rows))
+            x = torch.cat([normed[begin:end] for begin, end in spans])
+            if last_only:
+                spans = [(i, i + 1) for i in members]
+            made = sum(end - begin for begin, end in spans)
+            result = run(weights, cohort.block, x, requests, mixed.new_empty(made, mixed.shape[1]), last_only)
             at = 0
             for begin, end in spans:
                 mixed[begin:end] = result[at : at + end - begin]
@@ -180,11 +212,17 @@ class ModelRunner:
         return mixed
 
     def _prefill_attention(
-        self, weights: BlockWeights, block: int, x: torch.Tensor, requests: list[Request], out: torch.Tensor
+        self,
+        weights: BlockWeights,
+        block: int,
+        x: torch.Tensor,
+        requests: list[Request],
+        out: torch.Tensor,
+        last_only: bool,
     ) -> torch.Tensor:
         assert weights.attention is not None
         mixer, kernels, config, tables = weights.attention, self.kernels, self.config, self.tables
-        qkv = kernels.linear(x, mixer.qkv, out=self.workspace.take("qkv", x.shape[0], config.qkv_size))
+        qkv = kernels.prefill_linear(x, mixer.qkv, out=self.workspace.take("qkv", x.shape[0], config.qkv_size))
         lengths = [request.num_tokens for request in requests]
         positions = torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]).to(kernels.device)
         slots = torch.repeat_interleave(
@@ -195,23 +233,32 @@ class ModelRunner:
             qkv, self.cos, self.sin, positions, mixer.q_norm, mixer.k_norm, config.rms_norm_eps,
             tables.pool.storage, tables.table[:, block], slots, pages,
         )  # fmt: skip
-        heads = self.workspace.take("heads", x.shape[0], config.q_size)
-        at = 0
+        heads = self.workspace.take("heads", out.shape[0], config.q_size)
+        end = made = 0
         for request, n in zip(requests, lengths, strict=True):
+            end += n
+            first = n - 1 if last_only else 0
             kernels.prefill_attention(
-                qkv[at : at + n, : config.q_size], tables.pool.storage, tables.table[request.slot, block],
-                pages, 0, self.scale, out=heads[at : at + n],
+                qkv[end - n + first : end, : config.q_size], tables.pool.storage, tables.table[request.slot, block],
+                pages, first, self.scale, out=heads[made : made + n - first],
             )  # fmt: skip
-            at += n
-        return kernels.linear(heads, mixer.out, out=out)
+            made += n - first
+        return kernels.prefill_linear(heads, mixer.out, out=out)
 
     def _prefill_ssm(
-        self, weights: BlockWeights, block: int, x: torch.Tensor, requests: list[Request], out: torch.Tensor
+        self,
+        weights: BlockWeights,
+        block: int,
+        x: torch.Tensor,
+        requests: list[Request],
+        out: torch.Tensor,
+        last_only: bool,
     ) -> torch.Tensor:
         assert weights.ssm is not None
         mixer, kernels, tables = weights.ssm, self.kernels, self.tables
-        inputs = kernels.linear(x, mixer.inputs, out=self.workspace.take("inputs", x.shape[0], mixer.inputs.n))
+        inputs = kernels.prefill_linear(x, mixer.inputs, out=self.workspace.take("inputs", x.shape[0], mixer.inputs.n))
         heads = self.workspace.take("heads", x.shape[0], self.config.q_size)
+        ends = []
         at = 0
         for request in requests:
             n = request.num_tokens
@@ -220,24 +267,29 @@ class ModelRunner:
                 tables.conv_tails[request.slot, block], has_state=False, start=0, out=heads[at : at + n],
             )  # fmt: skip
             at += n
-        self._output_gate(weights, inputs, heads)
-        return kernels.linear(heads, mixer.out, out=out)
+            ends.append(at - 1)
+        if last_only:
+            last = torch.tensor(ends, device=kernels.device)
+            inputs, heads = inputs[last], heads[last]
+        self._output_gate(weights, inputs, heads, kernels.prefill_linear)
+        return kernels.prefill_linear(heads, mixer.out, out=out)
 
-    def _output_gate(self, weights: BlockWeights, inputs: torch.Tensor, heads: torch.Tensor) -> None:
+    def _output_gate(
+        self, weights: BlockWeights, inputs: torch.Tensor, heads: torch.Tensor, linear: Callable[..., torch.Tensor]
+    ) -> None:
         assert weights.ssm is not None
-        mixer, kernels = weights.ssm, self.kernels
-        down = inputs[:, mixer.inputs.n - mixer.gate_up.k :].contiguous()
-        gate = kernels.linear(down, mixer.gate_up, out=self.workspace.take("gate", down.shape[0], mixer.gate_up.n))
-        kernels.gate_silu_mul_(heads, gate)
+        mixer = weights.ssm
+        down = inputs[:, mixer.inputs.n - mixer.gate_up.k :]
+        gate = linear(down, mixer.gate_up, out=self.workspace.take("gate", down.shape[0], mixer.gate_up.n))
+        self.kernels.gate_silu_mul_(heads, gate)
 
     def finish_cohort(self, cohort: Cohort) -> torch.Tensor:
-        """Logits after the last token of each request, float32 `[requests, vocab]`."""
+        """Logits after the last token of each request, float32 `[requests, vocab]`. Ends the cohort."""
         assert cohort.pending is not None
         self.kernels.add_rms_norm_(
             cohort.hidden, cohort.pending, self.weights.norm, self.config.rms_norm_eps, out=cohort.pending
         )
-        last = torch.tensor(cohort.starts[1:], device=self.kernels.device) - 1
-        return self.kernels.linear(cohort.pending[last], self.weights.head)
+        return self.kernels.linear(cohort.pending[self._last_rows(cohort)], self.weights.head)
 
     def prompt_logits(self, cohort: Cohort, index: int, begin: int, end: int) -> torch.Tensor:
         """Logits at positions `begin…end-1` of one request, after `finish_cohort`; float32 `[n, vocab]`."""
@@ -257,6 +309,10 @@ class ModelRunner:
         tokens = torch.tensor([request.tokens[-1] for request in requests], device=device)
         positions = torch.tensor([request.cached for request in requests], dtype=torch.int32, device=device)
         hidden = self.weights.embedding.rows(tokens)
+        if self.decoder is not None:
+            if batch.prepared is None:
+                batch.prepared = self.decoder.prepare(batch.paths)
+            return self.decoder.run(batch.prepared, hidden, positions, batch.slots)
         pending: torch.Tensor | None = None
         picked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -294,7 +350,7 @@ class ModelRunner:
         return kernels.linear(normed, self.weights.head)
 
     def _add_to_sums(self, batch: DecodeBatch, block: int, normed: torch.Tensor) -> None:
-        self.sums[:, block].index_add_(0, batch.slots, normed.double())
+        self.sums[:, block].index_add_(0, batch.slots.long(), normed.double())
 
     def _decode_attention(
         self,
@@ -338,7 +394,7 @@ class ModelRunner:
             tables.conv_tails[:, block], positions,
             out=self.workspace.take("heads", path.count, self.config.q_size),
         )  # fmt: skip
-        self._output_gate(weights, inputs, heads)
+        self._output_gate(weights, inputs, heads, kernels.linear)
         return kernels.linear(heads, mixer.out, out=out)
 
     def _make_batch(self, requests: list[Request]) -> DecodeBatch:
@@ -351,7 +407,7 @@ class ModelRunner:
             if bits not in groups:
                 groups[bits] = (self._path(bits, True, slots), self._path(bits, False, slots))
             paths.append(groups[bits])
-        return DecodeBatch(list(requests), slots.long(), paths)
+        return DecodeBatch(list(requests), slots, paths)
 
     def _path(self, bits: tuple[bool, ...], path: bool, slots: torch.Tensor) -> Path | None:
         rows = [i for i, bit in enumerate(bits) if bit is path]

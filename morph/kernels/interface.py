@@ -12,8 +12,9 @@ Results of one row never depend on the other rows of the call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -130,6 +131,32 @@ class PackedLinear(Protocol):
         ...
 
 
+class PathRows(Protocol):
+    """Rows of a batch that take one path: their indices (None = all rows), int32 slots, and how many they are."""
+
+    rows: torch.Tensor | None
+    slots: torch.Tensor
+    count: int
+
+
+class Decoder(Protocol):
+    """A backend's own way through a whole decode step: the same operations and the same bits, in one call."""
+
+    def prepare(self, paths: Sequence[tuple[PathRows | None, PathRows | None]]) -> Any:
+        """Row lists of a batch, (attention, ssm) per block, in the backend's form; valid while they are."""
+        ...
+
+    def run(self, prepared: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """One step: logits float32 `[rows, vocab]`.
+
+        Args:
+            prepared: from `prepare`.
+            hidden: float32 `[rows, hidden]`, embeddings of the last tokens; overwritten.
+            positions, slots: int32 `[rows]`.
+        """
+        ...
+
+
 class Kernels(Protocol):
     """Every operation of the forward pass. `out` tensors are contiguous and may be None = allocate.
 
@@ -150,6 +177,38 @@ class Kernels(Protocol):
 
     def linear(self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor | None = None) -> torch.Tensor:
         """x `[rows, k]` -> `[rows, n]`. x may be a view with a row stride."""
+        ...
+
+    def prefill_linear(self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor | None = None) -> torch.Tensor:
+        """`linear` for rows of prompts. May round operands where that is faster, no coarser than bfloat16 does."""
+        ...
+
+    def fuses_mlp(self, gate_up: PackedLinear, down: PackedLinear) -> bool:
+        """True when `prefill_mlp` is there for these weights."""
+        ...
+
+    def prefill_mlp(
+        self, x: torch.Tensor, gate_up: PackedLinear, down: PackedLinear, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """SwiGLU of many rows without storing what lies between: float32 `[M, d]` to `[M, n]`."""
+        ...
+
+    def decoder(
+        self,
+        config: ModelConfig,
+        weights: Any,
+        memory: Any,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> Decoder | None:
+        """Decode steps in one call, or None where the backend has no such thing.
+
+        Args:
+            weights: `ModelWeights`, packed by this backend. memory: `PageTables` of the model's requests.
+            cos, sin: float32 `[max_context, head_dim / 2]`.
+            sums: float64 `[slots, blocks, hidden]`, running sums of the normed inputs, kept where gates read them.
+        """
         ...
 
     def rms_norm(

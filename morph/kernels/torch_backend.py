@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from morph.kernels.gated_delta import causal_conv, chunk_gated_delta_rule, l2_normalise
-from morph.kernels.interface import PackedLinear, SSMParams
+from morph.config import ModelConfig
+from morph.kernels.gated_delta.reference import causal_conv, chunk_gated_delta_rule, l2_normalise
+from morph.kernels.interface import Decoder, PackedLinear, SSMParams
 
 SMALL_GEMM = 16
 """Float32 GEMMs of fewer rows are padded to this many: libraries switch algorithms below, and rows would differ."""
@@ -75,6 +77,32 @@ class TorchKernels:
         if 0 < rows < SMALL_GEMM:
             x = torch.cat([x, x.new_zeros(SMALL_GEMM - rows, x.shape[1])])
         return _into(out, F.linear(x, weight.weight.float(), weight.bias)[:rows])
+
+    def prefill_linear(self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See `Kernels.prefill_linear`; the same as `linear`."""
+        return self.linear(x, weight, out)
+
+    def fuses_mlp(self, gate_up: PackedLinear, down: PackedLinear) -> bool:
+        """See `Kernels.fuses_mlp`."""
+        return False
+
+    def prefill_mlp(
+        self, x: torch.Tensor, gate_up: PackedLinear, down: PackedLinear, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Kernels.prefill_mlp`."""
+        return self.linear(self.silu_mul(self.linear(x, gate_up)), down, out)
+
+    def decoder(
+        self,
+        config: ModelConfig,
+        weights: Any,
+        memory: Any,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        sums: torch.Tensor,
+    ) -> Decoder | None:
+        """See `Kernels.decoder`; there is none."""
+        return None
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None

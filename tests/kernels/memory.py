@@ -15,12 +15,17 @@ from morph.kernels.torch_backend import TorchKernels, kv_pages
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def native_kernels(dtype: torch.dtype, num_kv_heads: int, threads: int = 3) -> NativeKernels:
+def native_kernels(dtype: torch.dtype, num_kv_heads: int, threads: int = 3, gemm: str = "float32") -> NativeKernels:
     """Three threads by default, so that work is cut unevenly even where one core runs the tests."""
     try:
-        return NativeKernels(load_library(), dtype, num_kv_heads, threads)
+        library = load_library()
     except KernelBuildError as error:
         pytest.skip(str(error))
+    if gemm == "fixed" and not library.morph_has_fixed():
+        pytest.skip("the processor has no AVX-512 VNNI")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MORPH_CPU_GEMM", gemm)
+        return NativeKernels(library, dtype, num_kv_heads, threads)
 
 
 def both(dtype: torch.dtype, num_kv_heads: int) -> tuple[NativeKernels, TorchKernels]:

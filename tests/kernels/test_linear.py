@@ -59,20 +59,18 @@ def test_rows_and_unpack_give_the_weight_back(n: int, k: int, dtype: torch.dtype
         assert torch.equal(packed.rows(ids.int()), weight[ids].float())
 
 
-def test_onednn_path_is_the_same_product_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MORPH_CPU_GEMM", "onednn")
-    kernels = native_kernels(torch.bfloat16, 1)
+def test_onednn_path_is_the_same_product_in_bfloat16() -> None:
     weight, bias, x = torch.randn(100, 256) / 16, torch.randn(100), torch.randn(80, 256)
+    kernels = native_kernels(torch.bfloat16, 1, gemm="onednn")
     packed = kernels.pack_linear(weight, bias)
-    want = x @ weight.bfloat16().float().T + bias
-    got = kernels.linear(x, packed, out=nan(80, 100))
+    want = x.bfloat16().float() @ weight.bfloat16().float().T + bias
+    got = kernels.prefill_linear(x, packed, out=nan(80, 100))
     assert (got - want).abs().max() < 0.05
-    monkeypatch.setenv("MORPH_CPU_GEMM", "native")
-    assert not torch.equal(got, native_kernels(torch.bfloat16, 1).linear(x, packed)), "the native path ran"
+    exact = native_kernels(torch.bfloat16, 1)
+    assert not torch.equal(got, exact.prefill_linear(x, packed)), "oneDNN ran"
+    assert torch.equal(kernels.linear(x, packed), exact.linear(x, packed)), "decode stays as it is"
 
 
-def test_an_unknown_gemm_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    native_kernels(torch.bfloat16, 1)
-    monkeypatch.setenv("MORPH_CPU_GEMM", "blas")
-    with pytest.raises(ValueError, match="'blas'; use auto, native or onednn"):
-        native_kernels(torch.bfloat16, 1)
+def test_an_unknown_gemm_is_refused() -> None:
+    with pytest.raises(ValueError, match="'blas'; use auto, float32, fixed or onednn"):
+        native_kernels(torch.bfloat16, 1, gemm="blas")

@@ -5,90 +5,12 @@
 // time, so that scores never leave L1. Values are read where they lie. A row's result depends on its own scores and the
 // fixed key tiles only: keys that are masked for it add exact zeros.
 
-#include <algorithm>
-
-#include "attention.h"
-#include "tile.h"
+#include "attention_tile.h"
 
 namespace morph {
 namespace {
 
-constexpr long KEYS = 64;
 constexpr long TASK_ROWS = 384;
-constexpr float NONE = -__builtin_inff();
-
-// 16 keys x 32 dims of bf16, or 16 x 16 of float32, to columns of the [dim][32] panels.
-template <typename B>
-void transpose_keys(const Pages& pages, long first, long count, float* MORPH_RESTRICT to) {
-    constexpr long WIDE = 64 / sizeof(B);  // dims in one register
-    for (long t = 0; t < KEYS; t += LANES) {
-        const char* keys[LANES];
-        for (long i = 0; i < LANES; i++) keys[i] = t + i < count ? pages.key(first + t + i) : nullptr;
-        float* panel = to + t / TILE_COLS * pages.dim * TILE_COLS + t % TILE_COLS;
-        for (long d = 0; d < pages.dim; d += WIDE) {
-            vu x[LANES];
-#pragma GCC unroll 16
-            for (long i = 0; i < LANES; i++) x[i] = keys[i] ? load_pairs(keys[i] + d * sizeof(B)) : vu{};
-            transpose16(x);
-            for (long i = 0; i < LANES; i++) {
-                if constexpr (sizeof(B) == 2) {
-                    store(panel + (d + 2 * i) * TILE_COLS, even_of(x[i]));
-                    store(panel + (d + 2 * i + 1) * TILE_COLS, odd_of(x[i]));
-                } else {
-                    store(panel + (d + i) * TILE_COLS, (vf)x[i]);
-                }
-            }
-        }
-    }
-}
-
-struct RowState {
-    float max;
-    vf sum;  // one partial sum per lane
-};
-
-// Scores [rows][64] in base 2 to weights, in place; rescales the rows' outputs where the maximum grew.
-// Row r attends to keys [from[r], to[r]) of the tile; `masked` = some row does not attend to all.
-template <bool MASKED>
-MORPH_INLINE void soften(
-    float* scores, int rows, const long* from, const long* to, RowState* state, float* out, long dim) {
-    constexpr int V = KEYS / LANES;
-    float base[TILE_ROWS];
-    for (int r = 0; r < rows; r++) {
-        vf x[V];
-#pragma GCC unroll 4
-        for (int i = 0; i < V; i++) x[i] = load(scores + r * KEYS + i * LANES);
-        if (MASKED) {
-            const vi lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-#pragma GCC unroll 4
-            for (int i = 0; i < V; i++) {
-                vi at = lane + i * LANES;
-                x[i] = select((at >= (int)from[r]) & (at < (int)to[r]), x[i], splat(NONE));
-                store(scores + r * KEYS + i * LANES, x[i]);
-            }
-        }
-        float top = max_of(max(max(x[0], x[1]), max(x[2], x[3])));
-        RowState& s = state[r];
-        if (top > s.max) {
-            vf shrink = exp2(splat(s.max - top));
-            s.max = top;
-            s.sum *= shrink;
-            for (long d = 0; d < dim; d += LANES) store(out + r * dim + d, load(out + r * dim + d) * shrink);
-        }
-        // A row that has seen no key yet keeps weights of zero.
-        base[r] = s.max == NONE ? 0.0f : s.max;
-    }
-    // Apart from the maxima, so that rows do not wait for each other.
-    for (int r = 0; r < rows; r++) {
-        vf x[V];
-#pragma GCC unroll 4
-        for (int i = 0; i < V; i++) {
-            x[i] = exp2(load(scores + r * KEYS + i * LANES) - base[r]);
-            store(scores + r * KEYS + i * LANES, x[i]);
-        }
-        state[r].sum += (x[0] + x[1]) + (x[2] + x[3]);
-    }
-}
 
 template <typename B>
 void attend(const Prefill& job, long kv_head, long first, long last) {
@@ -121,44 +43,21 @@ void attend(const Prefill& job, long kv_head, long first, long last) {
             if (newest_query < tile_at) return;
             if (job.window && tile_at + KEYS <= oldest_query - job.window + 1) return;
             const long seen = std::min(count, newest_query - tile_at + 1);
-            for (long half = 0; half * TILE_COLS < seen; half++)
-                tile_of<A::rows, float, false>(tall, q + row * dim, dim, keys + half * dim * TILE_COLS,
-                                               TILE_COLS * sizeof(float), dim, scores + half * TILE_COLS, KEYS);
-            bool masked = oldest_query < tile_at + KEYS - 1 || (job.window && newest_query - job.window >= tile_at);
-            if (masked) {
-                long from[TILE_ROWS], to[TILE_ROWS];
-                for (int r = 0; r < tall; r++) {
-                    long at = job.start + first + (row + r) / group - tile_at;
-                    from[r] = job.window ? at - job.window + 1 : 0;
-                    to[r] = at + 1;
-                }
-                soften<true>(scores, tall, from, to, state + row, out + row * dim, dim);
-            } else {
-                soften<false>(scores, tall, nullptr, nullptr, state + row, out + row * dim, dim);
+            const bool masked = oldest_query < tile_at + KEYS - 1 || (job.window && newest_query - job.window >= tile_at);
+            long from[TILE_ROWS], to[TILE_ROWS];
+            for (int r = 0; masked && r < tall; r++) {
+                long at = job.start + first + (row + r) / group - tile_at;
+                from[r] = job.window ? at - job.window + 1 : 0;
+                to[r] = at + 1;
             }
-            // Not past `seen`: the weights there are zero, and what lies there may be no value at all.
-            for (long t = 0; t < seen;) {
-                long run = std::min(pages.run(tile_at + t), seen - t);
-                const char* values = pages.value(tile_at + t);
-                for (long d = 0; d < dim; d += TILE_COLS)
-                    tile_of<A::rows, B, true>(tall, scores + t, KEYS, values + d * sizeof(B), dim * sizeof(B), run,
-                                              out + row * dim + d, dim);
-                t += run;
-            }
+            attend_tile<B>(pages, q + row * dim, keys, tile_at, seen, tall, masked, from, to, scores, state + row,
+                           out + row * dim);
         });
     }
 
     for (long r = 0; r < rows; r++) {
         float* to = job.out + (first + r / group) * job.heads * dim + (kv_head * group + r % group) * dim;
-        const float* from = out + r * dim;
-        const float share = 1.0f / sum(state[r].sum);
-        for (long d = 0; d < dim; d += TILE_COLS)
-            for (int i = 0; i < LANES; i++) {
-                // bf16 values were taken apart into even and odd columns.
-                long even = sizeof(B) == 2 ? 2 * i : i, odd = sizeof(B) == 2 ? 2 * i + 1 : i + LANES;
-                to[d + even] = from[d + i] * share;
-                to[d + odd] = from[d + LANES + i] * share;
-            }
+        finish_row<B>(out + r * dim, 1.0f / sum(state[r].sum), dim, to);
     }
 }
 
