@@ -16,7 +16,7 @@ constexpr long BLOCK = FIXED_BLOCK, PAIRS = BLOCK / 2;
 constexpr long PANEL_BLOCK = BLOCK * TILE_COLS;  // integers of a block of a panel
 constexpr long TILE_BLOCK = BLOCK * TILE_ROWS;   // integers of a block of a tile
 constexpr long BLOCKS_IN_L1 = 1;                 // blocks of a panel that meet all tiles of a task before the next
-constexpr long TASK_TILES = 20;
+constexpr long TASK_TILES = 16;
 
 struct Job {
     const float* x;
@@ -137,7 +137,11 @@ void multiply(
     long whole) {
     for (long at = 0; at < blocks; at += BLOCKS_IN_L1) {
         const long count = std::min(BLOCKS_IN_L1, blocks - at);
-        for (long t = 0; t < tiles; t++) {
+        // What comes next is fetched a share per tile, so that no tile waits for it.
+        const char* ahead = reinterpret_cast<const char*>(weight.values + (panel * blocks + at + count) * PANEL_BLOCK);
+        const long share = ceil_div(PANEL_BLOCK * sizeof(int16_t), 64 * tiles) * 64;
+        for (long t = 0; t < tiles; t++, ahead += share) {
+            for (long line = 0; line < share; line += 64) __builtin_prefetch(ahead + line);
             float* sum = sums + t * TILE_ROWS * TILE_COLS;
             const bool direct = t < whole && at + count == blocks;
             fixed_tile(a.values + (t * blocks + at) * TILE_BLOCK, a.scales + (t * blocks + at) * TILE_ROWS,
