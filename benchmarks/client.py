@@ -1,25 +1,19 @@
 """A load client for OpenAI-compatible `/v1/completions`: streams tokens and times them.
 
-It speaks HTTP/1.1 over asyncio streams, one connection per request. A general HTTP client costs several
-times the CPU per streamed token, which a server on the same machine would pay for.
+One connection per request, read by `benchmarks.exchange`: a general HTTP client costs several times the CPU per
+streamed token, which a server on the same machine would pay for.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import ssl
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
-from urllib.parse import urlsplit
 
-MAX_LINE_BYTES = 2**22
-
-
-class RequestFailed(RuntimeError):
-    """The server did not answer as the benchmark needs."""
+from benchmarks.exchange import RequestFailed, exchange
 
 
 @dataclass(frozen=True)
@@ -48,6 +42,9 @@ class Timing:
         ttft: to the first token.
         e2e: to the last token.
         input_tokens, output_tokens: as the server counted them.
+        first_tokens: output tokens that came with the first event: as the server counted them, if it counts along
+            with each event, else 1.
+        events: how many events brought the tokens; fewer than tokens when some came together.
         morph: the `morph` object of the answer (layout and where it came from), if it has one.
     """
 
@@ -57,83 +54,25 @@ class Timing:
     input_tokens: int
     output_tokens: int
     morph: Mapping[str, Any] | None = None
+    first_tokens: int = 1
+    events: int = 0
 
     @property
     def tpot(self) -> float:
-        """Seconds per output token after the first; 0 when there is only one."""
-        return (self.e2e - self.ttft) / max(self.output_tokens - 1, 1)
-
-
-async def _open(url: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, str, str]:
-    """Connection to the server of `url`, its host header and its path without a closing slash."""
-    parts = urlsplit(url)
-    secure = parts.scheme == "https"
-    port = parts.port or (443 if secure else 80)
-    context = ssl.create_default_context() if secure else None
-    reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=context, limit=MAX_LINE_BYTES)
-    return reader, writer, parts.netloc, parts.path.rstrip("/")
-
-
-async def _body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
-    """Pieces of a response body, as they come."""
-    if headers.get("transfer-encoding", "").lower() == "chunked":
-        while size := int((await reader.readline()).split(b";")[0], 16):
-            yield await reader.readexactly(size)
-            await reader.readexactly(2)
-    else:
-        remaining = int(headers.get("content-length", -1))
-        while remaining and (piece := await reader.read(65536)):
-            remaining -= len(piece)
-            yield piece
-
-
-async def _request(endpoint: Endpoint, method: str, path: str, body: Any = None) -> AsyncIterator[bytes]:
-    """Lines of the response body of one HTTP request.
-
-    Raises:
-        RequestFailed: the status is not 200.
-        OSError: no connection, or it broke.
-    """
-    reader, writer, host, prefix = await _open(endpoint.url)
-    try:
-        payload = b"" if body is None else json.dumps(body).encode()
-        head = [
-            f"{method} {prefix}{path} HTTP/1.1",
-            f"Host: {host}",
-            "Connection: close",
-            "Content-Type: application/json",
-            f"Content-Length: {len(payload)}",
-        ]
-        if endpoint.api_key is not None:
-            head.append(f"Authorization: Bearer {endpoint.api_key}")
-        writer.write("\r\n".join(head).encode() + b"\r\n\r\n" + payload)
-        await writer.drain()
-        raw = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        status = int(raw[0].split()[1])
-        headers = {
-            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in raw[1:] if line)
-        }
-        pending = b""
-        if status != 200:
-            async for piece in _body(reader, headers):
-                pending += piece
-            answer = pending.decode(errors="replace")[:500]
-            raise RequestFailed(f"{method} {path} of {endpoint.url} gave {status}: {answer}")
-        async for piece in _body(reader, headers):
-            *lines, pending = (pending + piece).split(b"\n")
-            for line in lines:
-                yield line
-        if pending:
-            yield pending
-    finally:
-        writer.close()
+        """Seconds per output token after those of the first event; 0 when there are no others."""
+        return (self.e2e - self.ttft) / max(self.output_tokens - self.first_tokens, 1)
 
 
 async def first_model(url: str, api_key: str | None = None) -> str:
     """Name of the first model that the server lists."""
-    endpoint = Endpoint(url, "", {}, api_key)
-    answer = b"".join([line async for line in _request(endpoint, "GET", "/v1/models")])
-    return str(json.loads(answer)["data"][0]["id"])
+    lines: list[bytes] = []
+
+    def take(line: bytes) -> bool:
+        lines.append(line)
+        return False
+
+    await exchange(url, "GET", "/v1/models", take, api_key=api_key)
+    return str(json.loads(b"".join(lines))["data"][0]["id"])
 
 
 async def complete(endpoint: Endpoint, prompt: Sequence[int], max_tokens: int) -> Timing:
@@ -153,33 +92,62 @@ async def complete(endpoint: Endpoint, prompt: Sequence[int], max_tokens: int) -
         "stream_options": {"include_usage": True},
         **endpoint.extra,
     }
-    usage: dict[str, Any] = {}
-    morph: dict[str, Any] | None = None
-    first = last = None
+    answer = _Answer(endpoint.url)
     started = time.perf_counter()
-    async for line in _request(endpoint, "POST", "/v1/completions", body):
-        if not line.startswith(b"data:"):
-            continue
-        now = time.perf_counter()
-        data = line[5:].strip()
-        if data == b"[DONE]":
-            break
-        event = json.loads(data)
-        if "error" in event:
-            raise RequestFailed(f"{endpoint.url}: {event['error']}")
-        # An event without choices carries only the usage.
-        if event.get("choices"):
-            first = first or now
-            last = now
-        usage = event.get("usage") or usage
-        morph = event.get("morph") or morph
-    counts = (usage.get("prompt_tokens"), usage.get("completion_tokens"))
-    if first is None or last is None or counts != (len(prompt), max_tokens):
+    await exchange(endpoint.url, "POST", "/v1/completions", answer.take, body, endpoint.api_key)
+    counts = (answer.usage.get("prompt_tokens"), answer.usage.get("completion_tokens"))
+    if answer.first is None or answer.last is None or counts != (len(prompt), max_tokens):
         raise RequestFailed(
             f"{endpoint.url} counted {counts} tokens in and out, "
             f"asked for {(len(prompt), max_tokens)}: it must honour ignore_eos and include_usage"
         )
-    return Timing(started, first - started, last - started, len(prompt), max_tokens, morph)
+    return Timing(
+        started,
+        answer.first - started,
+        answer.last - started,
+        len(prompt),
+        max_tokens,
+        answer.morph,
+        answer.first_tokens,
+        answer.events,
+    )
+
+
+class _Answer:
+    """What the events of one streamed answer say."""
+
+    def __init__(self, url: str) -> None:
+        self.usage: dict[str, Any] = {}
+        self.morph: dict[str, Any] | None = None
+        self.first: float | None = None
+        self.last: float | None = None
+        self.first_tokens = 1
+        self.events = 0
+        self._url = url
+
+    def take(self, line: bytes) -> bool:
+        """One line of the stream; True after the last."""
+        if not line.startswith(b"data:"):
+            return False
+        now = time.perf_counter()
+        data = line[5:].strip()
+        if data == b"[DONE]":
+            return True
+        event = json.loads(data)
+        if "error" in event:
+            raise RequestFailed(f"{self._url}: {event['error']}")
+        usage = event.get("usage")
+        # An event without choices carries only the usage.
+        if event.get("choices"):
+            if self.first is None:
+                self.first = now
+                if usage:
+                    self.first_tokens = max(1, usage.get("completion_tokens") or 1)
+            self.last = now
+            self.events += 1
+        self.usage = usage or self.usage
+        self.morph = event.get("morph") or self.morph
+        return False
 
 
 async def run_requests(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
+MAX_WINDOW = 12
+"""Tokens that are decoded again with each new one, at most (more only while a character is incomplete)."""
+
 
 class Decoder(Protocol):
     """The one method of a tokenizer that detokenization needs."""
@@ -16,8 +19,8 @@ class Decoder(Protocol):
 class Detokenizer:
     """Turns one request's tokens into text step by step.
 
-    A token can end inside a UTF-8 character, and its text can depend on the token before it; so each step decodes
-    a short window twice (without and with the new token) and takes the difference once it is whole.
+    A token can end inside a UTF-8 character, and its text can depend on the tokens before it; so each step decodes
+    a short window of the last tokens and takes what it adds to the window's text, once it is whole.
     Text that may be the beginning of a stop string is kept back until it is decided.
     """
 
@@ -27,6 +30,7 @@ class Detokenizer:
         self._ids: list[int] = []
         self._window = 0
         self._read = 0
+        self._before = ""  # text of the window as far as it is in `_decoded`
         self._decoded = ""
         self.text = ""
         """Text that is safe to hand out."""
@@ -34,16 +38,22 @@ class Detokenizer:
     def push(self, token: int) -> str | None:
         """Add a token; the stop string that it completes, or None. Text after a stop string is cut off."""
         self._ids.append(token)
-        before = self._tokenizer.decode(self._ids[self._window : self._read])
         after = self._tokenizer.decode(self._ids[self._window :])
-        if len(after) > len(before) and not after.endswith("�"):
-            return self._extend(after[len(before) :])
+        if len(after) > len(self._before) and not after.endswith("\ufffd"):
+            new = after[len(self._before) :]
+            if len(self._ids) - self._window < MAX_WINDOW:
+                self._before = after
+            else:
+                # It begins with a whole character, never inside one.
+                self._window = self._read
+                self._before = self._tokenizer.decode(self._ids[self._window :])
+            self._read = len(self._ids)
+            return self._extend(new)
         return None
 
     def _extend(self, new: str) -> str | None:
         searched = len(self._decoded)
         self._decoded += new
-        self._window, self._read = self._read, len(self._ids)
         found = None
         cut = len(self._decoded)
         for stop in self._stop:
@@ -70,7 +80,6 @@ class Detokenizer:
         """No more tokens: hand out what was kept back, unless a stop string cut it off."""
         if stopped:
             return
-        before = self._tokenizer.decode(self._ids[self._window : self._read])
         after = self._tokenizer.decode(self._ids[self._window :])
-        self._decoded += after[len(before) :]
+        self._decoded += after[len(self._before) :]
         self.text = self._decoded

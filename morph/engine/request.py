@@ -34,6 +34,9 @@ class Request:
         cached: tokens whose keys, values and states are in memory (positions 0…cached-1).
         reserved: units promised for blocks that are not decided yet.
         score_from: position whose successor is the first scored token; None = a request that generates.
+        prompt: the prompt's tokens; shared with all outputs and never changed.
+        penalised: logits are adjusted before a token is chosen.
+        plain_greedy: the token is the likeliest one, and nothing else is asked.
     """
 
     id: str
@@ -72,6 +75,15 @@ class Request:
     sent_text: int = 0
     sent_logprobs: int = 0
 
+    def __post_init__(self) -> None:
+        params = self.params
+        self.prompt = self.tokens[: self.prompt_len]
+        self.penalised = bool(
+            params.logit_bias or params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+        )
+        self.plain_greedy = params.temperature == 0 and not self.penalised and params.logprobs is None
+        self._decided: tuple[str, float | None] | None = None
+
     @property
     def num_tokens(self) -> int:
         """Prompt and answer tokens."""
@@ -93,14 +105,24 @@ class Request:
             return self.fixed
         return Layout.from_bits(self.bits) if len(self.bits) == num_blocks else None
 
+    def decided(self, num_blocks: int) -> tuple[str, float | None] | None:
+        """The complete layout's bits and its predicted loss, or None while blocks are undecided."""
+        # Kept, because a layout never changes once it is complete and every step's output has it.
+        if self._decided is None and (layout := self.layout(num_blocks)) is not None:
+            loss = None
+            if len(self.utilities) == num_blocks:
+                loss = float(sum(u for u, bit in zip(self.utilities, layout, strict=True) if not bit))
+            self._decided = (str(layout), loss)
+        return self._decided
+
     def output(self, num_blocks: int) -> RequestOutput:
         """Everything so far, with what is new since the last call as deltas."""
-        layout = self.layout(num_blocks)
+        layout, loss = self.decided(num_blocks) or (None, None)
         answer = self.answer
         text = self.detokenizer.text
         out = RequestOutput(
             request_id=self.id,
-            prompt_token_ids=self.tokens[: self.prompt_len],
+            prompt_token_ids=self.prompt,
             text=text,
             token_ids=answer,
             delta_text=text[self.sent_text :],
@@ -108,9 +130,10 @@ class Request:
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
-            layout=str(layout) if layout is not None else None,
+            layout=layout,
             layout_source=self.layout_source if layout is not None else None,
             attention_budget=self.budget,
+            predicted_loss=loss,
             ttft=None if self.first_token is None else self.first_token - self.arrival,
             e2e=None if self.finished_at is None else self.finished_at - self.arrival,
             prompt_logprobs=self.prompt_logprobs,
@@ -118,7 +141,5 @@ class Request:
         if self.params.logprobs is not None:
             out.logprobs = list(self.logprobs)
             out.delta_logprobs = self.logprobs[self.sent_logprobs :]
-        if layout is not None and len(self.utilities) == num_blocks:
-            out.predicted_loss = float(sum(u for u, bit in zip(self.utilities, layout, strict=True) if not bit))
         self.sent_text, self.sent_tokens, self.sent_logprobs = len(text), len(answer), len(self.logprobs)
         return out

@@ -20,9 +20,7 @@ from morph.server.schema import DetokenizeBody, TokenizeBody
 from morph.server.serving import Serving
 
 
-def create_app(
-    engine: ServedEngine, model_name: str | None = None, max_body_bytes: int = MAX_BODY_BYTES
-) -> FastAPI:
+def create_app(engine: ServedEngine, model_name: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
     """The application for a started engine; whoever started it stops it.
 
     Args:

@@ -19,6 +19,7 @@ from morph.server.logprobs import chat_logprobs
 from morph.server.prompts import encode_chat
 from morph.server.schema import ChatBody
 from morph.server.serving import Serving, morph_info, new_id, respond, usage
+from morph.server.stream import TextEvent, event
 
 
 async def chat_completions(serving: Serving, request: Request) -> Response:
@@ -45,6 +46,7 @@ class ChatShape:
         self._created = int(time.time())
         self._begun: set[int] = set()
         self._layout_sent: set[int] = set()
+        self._texts: dict[int, TextEvent] = {}
 
     def _head(self, kind: str) -> dict[str, Any]:
         model = self._serving.model_name
@@ -68,9 +70,11 @@ class ChatShape:
             **morph_info(outputs[0]),
         }
 
-    def chunks(self, update: Update) -> list[dict[str, Any]]:
+    def events(self, update: Update) -> bytes:
         """Role first, then text, then the finish; `morph` on the first one that knows the layout and on the last."""
         index, output = update.index, update.output
+        if index in self._layout_sent and not output.finished and not self._body.logprobs:
+            return self._text_event(index)(update.text) if update.text else b""
         result = []
         if index not in self._begun:
             self._begun.add(index)
@@ -82,7 +86,14 @@ class ChatShape:
         if index not in self._layout_sent and output.layout is not None and result:
             self._layout_sent.add(index)
             result[0].update(morph_info(output))
-        return result
+        return b"".join(map(event, result))
+
+    def _text_event(self, index: int) -> TextEvent:
+        if index not in self._texts:
+            self._texts[index] = TextEvent(
+                lambda text: self._chunk(index, {"content": text}), f"text of {self.request_id}"
+            )
+        return self._texts[index]
 
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Without choices; carries `morph` when there is but one answer."""
@@ -98,7 +109,8 @@ class ChatShape:
         finish: str | None = None,
     ) -> dict[str, Any]:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
-        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+        chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
+        return {**chunk, "usage": None} if self._body.include_usage else chunk
 
     def _logprobs(self, entries: Sequence[Any]) -> dict[str, Any] | None:
         return chat_logprobs(self._serving.pieces, entries) if self._body.logprobs else None

@@ -20,6 +20,7 @@ from morph.server.logprobs import completion_logprobs
 from morph.server.prompts import encode
 from morph.server.schema import CompletionBody
 from morph.server.serving import Serving, morph_info, new_id, respond, usage
+from morph.server.stream import TextEvent, event
 
 DEFAULT_MAX_TOKENS = 16
 """OpenAI's default for text completions."""
@@ -85,6 +86,7 @@ class CompletionShape:
         self._created = int(time.time())
         self._chars: dict[int, int] = {}
         self._layout_sent: set[int] = set()
+        self._texts: dict[int, TextEvent] = {}
 
     def _head(self) -> dict[str, Any]:
         model = self._serving.model_name
@@ -99,17 +101,32 @@ class CompletionShape:
             choices.append({**choice, **morph_info(output)} if len(outputs) > 1 else choice)
         return {**self._head(), "choices": choices, "usage": self._usage(outputs), **morph_info(outputs[0])}
 
-    def chunks(self, update: Update) -> list[dict[str, Any]]:
-        """At most one chunk; `morph` on the first one that knows the layout and on the last."""
+    def events(self, update: Update) -> bytes:
+        """At most one event; `morph` on the first one that knows the layout and on the last."""
         index, output = update.index, update.output
+        if index in self._layout_sent and not output.finished and self._body.logprobs is None:
+            return self._text_event(index)(update.text) if update.text and not self._score_only else b""
         choice = self._choice(update)
         if not choice["text"] and not choice["logprobs"] and not output.finished:
-            return []
-        chunk = {**self._head(), "choices": [choice]}
+            return b""
+        chunk = self._chunk(choice)
         if output.finished or (index not in self._layout_sent and output.layout is not None):
             self._layout_sent.add(index)
             chunk.update(morph_info(output))
-        return [chunk]
+        return event(chunk)
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        chunk = {**self._head(), "choices": [choice]}
+        return {**chunk, "usage": None} if self._body.include_usage else chunk
+
+    def _text_event(self, index: int) -> TextEvent:
+        if index not in self._texts:
+
+            def make(text: str) -> dict[str, Any]:
+                return self._chunk({"index": index, "text": text, "logprobs": None, "finish_reason": None})
+
+            self._texts[index] = TextEvent(make, f"text of {self.request_id}")
+        return self._texts[index]
 
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """Without choices; carries `morph` when there is but one answer."""
@@ -131,9 +148,7 @@ class CompletionShape:
             chars = 0
             if self._body.echo:
                 given = self._prompts[index // self._body.choices]
-                text = (
-                    given if isinstance(given, str) else text_of(self._serving.engine.tokenizer, given)
-                ) + text
+                text = (given if isinstance(given, str) else text_of(self._serving.engine.tokenizer, given)) + text
                 if self._body.logprobs is not None:
                     ids = output.prompt_token_ids + ids
                     entries = list(output.prompt_logprobs or []) + entries

@@ -98,9 +98,7 @@ def as_api_error(error: BaseException, names: dict[str, str] | None = None) -> A
     if isinstance(error, MorphError):
         return ApiError(500, str(error), code="internal_error")
     log.error("unexpected error while serving a request", exc_info=error)
-    return ApiError(
-        500, f"internal error ({type(error).__name__}); see the server's log", code="internal_error"
-    )
+    return ApiError(500, f"internal error ({type(error).__name__}); see the server's log", code="internal_error")
 
 
 def install(app: FastAPI) -> None:
@@ -117,14 +115,10 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         path = request.url.path
         if error.status_code == 404:
-            return ApiError(
-                404, f"no route {request.method} {path}; see /docs", code="unknown_route"
-            ).response()
+            return ApiError(404, f"no route {request.method} {path}; see /docs", code="unknown_route").response()
         if error.status_code == 405:
             message = f"{request.method} is not allowed on {path}"
-            return ApiError(
-                405, message, code="method_not_allowed", headers=dict(error.headers or {})
-            ).response()
+            return ApiError(405, message, code="method_not_allowed", headers=dict(error.headers or {})).response()
         return ApiError(error.status_code, str(error.detail)).response()
 
     for kind in (ApiError, MorphError, Exception):

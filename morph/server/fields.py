@@ -57,9 +57,7 @@ def _skip(model: type[BaseModel], name: str, value: Any) -> bool:
         return True
     if name in UNSUPPORTED:
         raise bad_request(f"{name} is not supported; leave it out", name, "unsupported_parameter")
-    raise bad_request(
-        f"unknown field {name!r}; leave it out or check its spelling", name, "unknown_parameter"
-    )
+    raise bad_request(f"unknown field {name!r}; leave it out or check its spelling", name, "unknown_parameter")
 
 
 def _as_bad_request(error: ValidationError) -> ApiError:

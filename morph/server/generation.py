@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Self, TypeVar
 
 from fastapi import Request
 
 from morph.engine.params import RequestOutput, SamplingParams, TokenLogprob
-from morph.errors import EngineDead
 from morph.server.errors import ApiError, ClientGone, bad_request, engine_dead, queue_full
 from morph.server.interface import ServedEngine
 from morph.server.metrics import Metrics
@@ -87,30 +87,42 @@ class Generation:
 
     Steps of one sequence that arrive while the client is not reading are joined, so that a client which reads
     slowly, or not at all, costs no more memory than its answer.
+
+    Args:
+        whole: the finished outputs are all that is wanted; `updates` gives nothing else.
     """
 
     def __init__(
-        self, engine: ServedEngine, gate: Gate, metrics: Metrics, request_id: str, jobs: Sequence[Job]
+        self,
+        engine: ServedEngine,
+        gate: Gate,
+        metrics: Metrics,
+        request_id: str,
+        jobs: Sequence[Job],
+        whole: bool = False,
     ) -> None:
         self.jobs = list(jobs)
+        self._whole = whole
         self._engine = engine
         self._gate = gate
         self._metrics = metrics
         self._ids = [f"{request_id}-{index}" for index in range(len(jobs))]
         self._open: set[int] = set()
+        self._unread = len(jobs)
         self._pending: dict[int, Update] = {}
-        self._failure: BaseException | None = None
-        self._news = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._failure: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
 
     async def __aenter__(self) -> Self:
         """Submit all sequences and wait for the first news, so that a refusal comes before any answer begins."""
         self._gate.check(len(self.jobs))
-        self._gate.in_flight += len(self.jobs)
-        self._open = set(range(len(self.jobs)))
-        self._tasks = [asyncio.create_task(self._pump(index, job)) for index, job in enumerate(self.jobs)]
         try:
-            await self._news.wait()
+            for index, job in enumerate(self.jobs):
+                deliver = partial(self._receive, index)
+                self._engine.submit(job.prompt, job.params, self._ids[index], deliver, whole=self._whole)
+                self._open.add(index)
+                self._gate.in_flight += 1
+            await self._news()
             if self._failure is not None:
                 raise self._failure
         except BaseException:
@@ -129,60 +141,66 @@ class Generation:
             self._engine.abort(self._ids[index])
             self._metrics.observe_abort()
             self._leave(index)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _leave(self, index: int) -> None:
-        if index in self._open:
-            self._open.discard(index)
-            self._gate.in_flight -= 1
+        self._open.discard(index)
+        self._gate.in_flight -= 1
 
-    async def _pump(self, index: int, job: Job) -> None:
-        try:
-            stream = self._engine.generate(job.prompt, job.params, request_id=self._ids[index])
-            async for output in stream:
-                if output.finished:
-                    self._leave(index)
-                    self._metrics.observe(output)
-                    log.info("%s", _summary(output))
-                if index in self._pending:
-                    self._pending[index].add(output)
-                else:
-                    update = Update(index, output)
-                    update.add(output)
-                    self._pending[index] = update
-                self._news.set()
-            if index in self._open:
-                raise EngineDead("the engine ended a request without finishing it")
-        except Exception as error:
+    def _receive(self, index: int, item: RequestOutput | Exception) -> None:
+        """One item from the engine; called by the event loop."""
+        if index not in self._open:
+            return  # the end of a request that was aborted here
+        if isinstance(item, Exception):
             self._leave(index)
-            self._failure = self._failure or error
-            self._news.set()
+            self._failure = self._failure or item
+        else:
+            if item.finished:
+                self._leave(index)
+                self._metrics.observe(item)
+                log.info("%s", _summary(item))
+            update = self._pending.get(index)
+            if update is None:
+                update = self._pending[index] = Update(index, item)
+            update.add(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
-    async def updates(self) -> AsyncIterator[Update]:
-        """Updates of all sequences as they come, until all have finished.
+    async def _news(self) -> None:
+        """Wait until there are outputs to hand on or there is a failure; for one caller at a time."""
+        while not self._pending and self._failure is None:
+            # A bare future: an Event costs as much as the rest of a token's way through here.
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    async def updates(self) -> list[Update]:
+        """What is new of any sequence, at least one update; none once all sequences have finished.
 
         Raises:
-            ApiError: 500 when the engine gave up on a sequence, 503 when it shuts down.
+            EngineDead: no more outputs will come; raised once those that came have been returned.
         """
-        finished = 0
-        while finished < len(self.jobs):
-            await self._news.wait()
-            self._news.clear()
-            pending, self._pending = self._pending, {}
-            for update in pending.values():
-                _raise_for(update.output)
-                finished += update.output.finished
-                yield update
-            if self._failure is not None:
-                raise self._failure
+        if not self._unread:
+            return []
+        await self._news()
+        if not self._pending and self._failure is not None:
+            raise self._failure
+        updates = list(self._pending.values())
+        self._pending.clear()
+        for update in updates:
+            self._unread -= update.output.finished
+        return updates
 
     async def collect(self) -> list[RequestOutput]:
-        """The finished output of each sequence."""
+        """The finished output of each sequence.
+
+        Raises:
+            ApiError: see `failure_of`.
+        """
         outputs: dict[int, RequestOutput] = {}
-        async for update in self.updates():
-            outputs[update.index] = update.output
+        while updates := await self.updates():
+            for update in updates:
+                if (failure := failure_of(update.output)) is not None:
+                    raise failure
+                outputs[update.index] = update.output
         return [outputs[index] for index in range(len(self.jobs))]
 
 
@@ -198,11 +216,13 @@ def _summary(output: RequestOutput) -> str:
     )
 
 
-def _raise_for(output: RequestOutput) -> None:
+def failure_of(output: RequestOutput) -> ApiError | None:
+    """500 when the engine gave up on a sequence, 503 when it shuts down, else None."""
     if output.finish_reason == "error":
-        raise ApiError(500, f"the engine could not finish the request: {output.error}", code="engine_error")
+        return ApiError(500, f"the engine could not finish the request: {output.error}", code="engine_error")
     if output.finish_reason == "abort":
-        raise ApiError(503, "the request was aborted, the server is shutting down; try again", code="aborted")
+        return ApiError(503, "the request was aborted, the server is shutting down; try again", code="aborted")
+    return None
 
 
 async def gone(request: Request) -> None:

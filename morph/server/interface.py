@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
 from morph.config import EngineConfig, ModelConfig
@@ -73,6 +73,22 @@ class ServedEngine(Protocol):
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Outputs of one request, the last one finished; raises `InvalidRequest` before the first."""
+        ...
+
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        request_id: str,
+        deliver: Callable[[RequestOutput | Exception], None],
+        *,
+        whole: bool = False,
+    ) -> None:
+        """Queue a request; the running event loop calls `deliver` with each output, or with what ended them.
+
+        With `whole` the finished output is the only one. Raises `InvalidRequest` at once. The last item is a finished
+        output or an exception.
+        """
         ...
 
     def abort(self, request_id: str) -> None:

@@ -32,15 +32,11 @@ class Metrics:
         )
         self._finished = self._counter("requests", "Finished requests.", ("finish_reason",))
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens.")
-        self._cached_tokens = self._counter(
-            "cached_prompt_tokens", "Prompt tokens served from the context cache."
-        )
+        self._cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens served from the context cache.")
         self._answer_tokens = self._counter("generation_tokens", "Answer tokens.")
         self.registry.register(_EngineCollector(engine))
 
-    def _histogram(
-        self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()
-    ) -> Histogram:
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
         return Histogram(f"morph_{name}", text, labels, registry=self.registry, buckets=buckets)
 
     def _counter(self, name: str, text: str, labels: tuple[str, ...] = ()) -> Counter:
@@ -96,9 +92,7 @@ class _EngineCollector(Collector):
             if f"units_{kind}" in stats:
                 pages.add_metric((kind,), stats[f"units_{kind}"])
         yield pages
-        yield _gauge(
-            "unit_pages_reserved", "Free pages promised to requests.", stats.get("units_reserved", 0)
-        )
+        yield _gauge("unit_pages_reserved", "Free pages promised to requests.", stats.get("units_reserved", 0))
         yield _gauge("unit_pages_capacity", "Unit pages in the pool.", stats["units_total"])
         share = stats.get("attention_share")
         if share is not None:

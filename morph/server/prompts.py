@@ -53,18 +53,14 @@ def _encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> l
     return list(tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
-def chat_prompt(
-    tokenizer: Tokenizer, messages: list[dict[str, Any]], add_generation_prompt: bool = True
-) -> list[int]:
+def chat_prompt(tokenizer: Tokenizer, messages: list[dict[str, Any]], add_generation_prompt: bool = True) -> list[int]:
     """Token ids of messages with a role and a text each, in the model's chat format.
 
     Raises:
         InvalidRequest: the model's template refuses the messages.
     """
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
     except MorphError as error:
         raise InvalidRequest(str(error), "prompt") from None
     except Exception as error:
@@ -99,8 +95,6 @@ def _text(where: str, content: Any) -> str:
     for index, part in enumerate(content):
         what = part.get("type") if isinstance(part, dict) else None
         if what != "text" or not isinstance(part.get("text"), str):
-            raise bad_request(
-                f"{where}.{index} is of type {what!r}; only text is supported", f"{where}.{index}"
-            )
+            raise bad_request(f"{where}.{index} is of type {what!r}; only text is supported", f"{where}.{index}")
         texts.append(part["text"])
     return "".join(texts)

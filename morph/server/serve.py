@@ -54,13 +54,9 @@ def bind(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         sock.close()
         if getattr(error, "errno", None) == errno.EADDRINUSE:
-            raise CannotListen(
-                f"port {port} on {host} is in use; stop that process or give another --port"
-            ) from None
+            raise CannotListen(f"port {port} on {host} is in use; stop that process or give another --port") from None
         reason = getattr(error, "strerror", None) or str(error)
-        raise CannotListen(
-            f"cannot listen on {host}:{port} ({reason}); give another --host or --port"
-        ) from None
+        raise CannotListen(f"cannot listen on {host}:{port} ({reason}); give another --host or --port") from None
     return sock
 
 

@@ -15,12 +15,12 @@ from starlette.responses import Response
 from morph.engine.params import RequestOutput
 from morph.server.body import MAX_BODY_BYTES
 from morph.server.errors import ApiError
-from morph.server.generation import Gate, Generation, Job, Update, unless_gone
+from morph.server.generation import Gate, Generation, Job, Update, failure_of, unless_gone
 from morph.server.interface import ServedEngine
 from morph.server.logprobs import Pieces
 from morph.server.metrics import Metrics
 from morph.server.schema import GenerationBody
-from morph.server.stream import EventStream
+from morph.server.stream import EventStream, event
 
 
 class Serving:
@@ -62,8 +62,8 @@ class Shape(Protocol):
         """The whole answer."""
         ...
 
-    def chunks(self, update: Update) -> list[dict[str, Any]]:
-        """Stream chunks of what is new of one choice."""
+    def events(self, update: Update) -> bytes:
+        """Stream events of what is new of one choice; empty when there is nothing to say yet."""
         ...
 
     def usage_chunk(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -122,7 +122,7 @@ async def respond(
         ApiError, InvalidRequest: before any part of an answer was sent.
         ClientGone: the client left; its sequences are aborted.
     """
-    generation = Generation(serving.engine, serving.gate, serving.metrics, shape.request_id, jobs)
+    generation = Generation(serving.engine, serving.gate, serving.metrics, shape.request_id, jobs, not body.stream)
     if body.stream:
         await unless_gone(request, generation.__aenter__())
         return EventStream(_stream(generation, shape, body.include_usage), generation.close, names)
@@ -134,13 +134,20 @@ async def respond(
     return JSONResponse(shape.full(await unless_gone(request, run())))
 
 
-async def _stream(
-    generation: Generation, shape: Shape, include_usage: bool
-) -> AsyncGenerator[dict[str, Any], None]:
+async def _stream(generation: Generation, shape: Shape, include_usage: bool) -> AsyncGenerator[bytes, None]:
     outputs: dict[int, RequestOutput] = {}
-    async for update in generation.updates():
-        outputs[update.index] = update.output
-        for chunk in shape.chunks(update):
-            yield {**chunk, "usage": None} if include_usage else chunk
+    while updates := await generation.updates():
+        data = b""
+        failure = None
+        for update in updates:
+            failure = failure_of(update.output)
+            if failure is not None:
+                break
+            outputs[update.index] = update.output
+            data += shape.events(update)
+        if data:
+            yield data
+        if failure is not None:
+            raise failure
     if include_usage:
-        yield shape.usage_chunk([outputs[index] for index in sorted(outputs)])
+        yield event(shape.usage_chunk([outputs[index] for index in sorted(outputs)]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,6 +74,7 @@ class FakeEngine:
             head_dim=4, max_context=512, eos_token_ids=(EOS,), ssm=SSMConfig(),
         )  # fmt: skip
         self.engine_config = EngineConfig(max_waiting=self.max_waiting)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self._running: set[str] = set()
         self._waiting: set[str] = set()
 
@@ -83,8 +84,31 @@ class FakeEngine:
     def stop(self) -> None:
         self.alive = False
 
+    def submit(
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        request_id: str,
+        deliver: Callable[[RequestOutput | Exception], None],
+        *,
+        whole: bool = False,
+    ) -> None:
+        self._check(prompt, params)
+
+        async def run() -> None:
+            try:
+                async for output in self.generate(prompt, params, request_id):
+                    if output.finished or not whole:
+                        deliver(output)
+            except Exception as error:
+                deliver(error)
+
+        self._tasks[request_id] = asyncio.get_running_loop().create_task(run())
+
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
+        if request_id in self._tasks:
+            self._tasks[request_id].cancel()
 
     def stats(self) -> dict[str, Any]:
         return {
@@ -100,9 +124,7 @@ class FakeEngine:
         if len(prompt) >= limit:
             raise InvalidRequest(f"the prompt has {len(prompt)} tokens, the context is {limit}", "prompt")
         if params.max_tokens is not None and params.max_tokens > limit - len(prompt):
-            raise InvalidRequest(
-                f"max_tokens is {params.max_tokens}; use at most {limit - len(prompt)}", "max_tokens"
-            )
+            raise InvalidRequest(f"max_tokens is {params.max_tokens}; use at most {limit - len(prompt)}", "max_tokens")
         bad = [token for token in prompt if not 0 <= token < self.config.vocab_size]
         if bad:
             raise InvalidRequest(f"token id {bad[0]} is outside the vocabulary of 258", "prompt")
@@ -153,9 +175,7 @@ class FakeEngine:
                 self.alive, self.error = False, "boom"
                 raise RuntimeError("a bug")
             first = first or time.perf_counter() - begin
-            tokens = (
-                [script[i % (len(script) - 1)] for i in range(count)] if params.ignore_eos else script[:count]
-            )
+            tokens = [script[i % (len(script) - 1)] for i in range(count)] if params.ignore_eos else script[:count]
             text = self.tokenizer.decode(tokens)
             text = text.rstrip("\ufffd")
             reason: Any = None

@@ -13,7 +13,5 @@ def load() -> FakeEngine:
     return FakeEngine(delay=float(sys.argv[2]))
 
 
-serve(
-    load, port=int(sys.argv[1]), drain_s=float(sys.argv[3]), on_ready=lambda url, name: print(url, flush=True)
-)
+serve(load, port=int(sys.argv[1]), drain_s=float(sys.argv[3]), on_ready=lambda url, name: print(url, flush=True))
 print("stopped in order", flush=True)

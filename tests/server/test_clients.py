@@ -41,9 +41,7 @@ def test_a_client_that_leaves_mid_stream_aborts_its_request(live: LiveServer) ->
 
 
 @pytest.mark.parametrize(("stream", "hold"), [(False, False), (False, True), (True, True)])
-def test_a_client_that_leaves_before_the_answer_aborts_its_request(
-    live: LiveServer, stream: bool, hold: bool
-) -> None:
+def test_a_client_that_leaves_before_the_answer_aborts_its_request(live: LiveServer, stream: bool, hold: bool) -> None:
     live.engine.delay, live.engine.hold = 0.05, hold
     with httpx.Client(base_url=live.url) as client, pytest.raises(httpx.ReadTimeout):
         client.post("/v1/chat/completions", json={**CHAT, "n": 2, "stream": stream}, timeout=0.2)
@@ -64,9 +62,7 @@ def test_a_client_that_does_not_read_stalls_nobody(live: LiveServer) -> None:
         # The engine finishes the answers although nobody reads them, and serves others meanwhile.
         wait_for(lambda: sum(live.engine.made.values()) == 8 * 401)
         wait_for(lambda: live.engine.stats()["running"] == 0)
-        assert (
-            httpx.post(live.url + "/v1/chat/completions", json={**CHAT, "max_tokens": 3}).status_code == 200
-        )
+        assert httpx.post(live.url + "/v1/chat/completions", json={**CHAT, "max_tokens": 3}).status_code == 200
 
 
 def test_many_streams_at_once_keep_apart(live: LiveServer) -> None:
@@ -113,9 +109,7 @@ def test_openai_conversation_can_be_sent_back(client: openai.OpenAI) -> None:
     messages: list = [{"role": "user", "content": "Hi"}]
     answer = client.chat.completions.create(model="fake-1", messages=messages)
     messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "And?"}]
-    assert (
-        client.chat.completions.create(model="fake-1", messages=messages).choices[0].message.content == ANSWER
-    )
+    assert client.chat.completions.create(model="fake-1", messages=messages).choices[0].message.content == ANSWER
 
 
 def test_openai_chat_stream(client: openai.OpenAI) -> None:
@@ -165,9 +159,7 @@ def test_openai_raises_its_own_errors(client: openai.OpenAI, live: LiveServer) -
 
 def test_openai_client_that_closes_its_stream_aborts(client: openai.OpenAI, live: LiveServer) -> None:
     live.engine.delay = 0.02
-    stream = client.chat.completions.create(
-        model="fake-1", messages=[{"role": "user", "content": "Hi"}], stream=True
-    )
+    stream = client.chat.completions.create(model="fake-1", messages=[{"role": "user", "content": "Hi"}], stream=True)
     next(iter(stream))
     stream.close()
     wait_for(lambda: len(live.engine.aborted) == 1)

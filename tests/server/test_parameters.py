@@ -66,9 +66,7 @@ async def test_a_field_reaches_the_engine(
     assert getattr(engine.seen[0][1], attribute) == expected
 
 
-async def test_defaults_of_max_tokens_are_those_of_openai(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_defaults_of_max_tokens_are_those_of_openai(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     await chat(client)
     await complete(client)
     assert [params.max_tokens for _, params in engine.seen] == [None, 16]
@@ -243,9 +241,7 @@ async def test_bad_chat_fields_are_400(client: httpx.AsyncClient, fields: dict[s
         ({"echo": True, "logprobs": 1, "morph": {"layout": "auto"}}, "morph.gate_tokens"),
     ],
 )
-async def test_bad_completion_fields_are_400(
-    client: httpx.AsyncClient, fields: dict[str, Any], param: str
-) -> None:
+async def test_bad_completion_fields_are_400(client: httpx.AsyncClient, fields: dict[str, Any], param: str) -> None:
     response = await complete(client, **fields)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param

@@ -82,9 +82,7 @@ async def test_the_chat_template_is_applied_without_further_special_tokens(
         {"role": "user", "content": "d"},
     ]
     await post(client, "/v1/chat/completions", messages=messages)
-    assert (
-        bytes(engine.seen[0][0]).decode() == "[system]Be kind.\n[user]ab\n[assistant]c\n[user]d\n[assistant]"
-    )
+    assert bytes(engine.seen[0][0]).decode() == "[system]Be kind.\n[user]ab\n[assistant]c\n[user]d\n[assistant]"
 
 
 async def test_each_form_of_prompt_reaches_the_engine(client: httpx.AsyncClient, engine: FakeEngine) -> None:
@@ -117,9 +115,7 @@ async def test_stop_strings_end_the_answer(client: httpx.AsyncClient) -> None:
 
 
 async def test_chat_logprobs(client: httpx.AsyncClient) -> None:
-    answer = await post(
-        client, "/v1/chat/completions", messages=MESSAGES, max_tokens=9, logprobs=True, top_logprobs=2
-    )
+    answer = await post(client, "/v1/chat/completions", messages=MESSAGES, max_tokens=9, logprobs=True, top_logprobs=2)
     content = answer["choices"][0]["logprobs"]["content"]
     assert len(content) == 9
     assert content[0] == {
@@ -183,9 +179,7 @@ async def test_echo_with_no_tokens_only_scores(client: httpx.AsyncClient) -> Non
     assert answer["usage"]["completion_tokens"] == 0
 
 
-async def test_a_model_without_gates_scores_without_gate_tokens(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_model_without_gates_scores_without_gate_tokens(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     object.__setattr__(engine.config, "block_kinds", ("attention",) * 4)
     answer = await post(client, "/v1/completions", prompt="AB", max_tokens=1, echo=True, logprobs=0)
     assert len(answer["choices"][0]["logprobs"]["tokens"]) == 4

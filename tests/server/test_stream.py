@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import httpx
 import pytest
 
+from morph.server.app import create_app
+from morph.server.stream import TextEvent, event
 from tests.server.fake import ANSWER, FakeEngine
 
 pytestmark = pytest.mark.anyio
@@ -54,9 +57,7 @@ async def test_morph_is_on_the_first_chunk_and_on_the_last(client: httpx.AsyncCl
         assert all("morph" not in chunk for chunk in chunks[1:-1])
 
 
-async def test_include_usage_adds_a_last_chunk_without_choices(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_include_usage_adds_a_last_chunk_without_choices(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.cached_tokens = 2
     chunks = await stream(
         client,
@@ -115,9 +116,7 @@ async def test_a_refused_request_is_a_plain_400_and_no_stream(client: httpx.Asyn
     assert response.headers["content-type"] == "application/json"
 
 
-async def test_a_failure_in_mid_stream_is_an_error_event(
-    client: httpx.AsyncClient, engine: FakeEngine
-) -> None:
+async def test_a_failure_in_mid_stream_is_an_error_event(client: httpx.AsyncClient, engine: FakeEngine) -> None:
     engine.fail_after, engine.delay = 3, 0.01
     chunks = await stream(client, "/v1/chat/completions", messages=MESSAGES)
     assert chunks[-1]["error"]["type"] == "server_error"
@@ -129,3 +128,91 @@ async def test_a_dying_engine_is_an_error_event(client: httpx.AsyncClient, engin
     chunks = await stream(client, "/v1/chat/completions", messages=MESSAGES)
     assert chunks[-1]["error"]["code"] == "internal_error"
     assert (await client.get("/health")).status_code == 503
+
+
+@pytest.mark.parametrize("text", ["a", "", ' "quoted" \\ ', "line\r\nend\n", "é漢🙂", "\u2028\x00\x1f", "data: [DONE]"])
+def test_an_event_with_another_text_is_the_event_written_anew(text: str) -> None:
+    def make(text: str) -> dict[str, Any]:
+        return {"id": "x-1", "choices": [{"index": 0, "delta": {"content": text}, "logprobs": None}], "usage": None}
+
+    data = TextEvent(make, "text of x-1")(text)
+    assert data == event(make(text))
+    assert data.endswith(b"\n\n") and data.count(b"\n") == 2
+
+
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_all_text_chunks_have_the_same_fields(client: httpx.AsyncClient, path: str, usage: bool) -> None:
+    fields: dict[str, Any] = {"messages": MESSAGES} if "chat" in path else {"prompt": "Hi"}
+    if usage:
+        fields["stream_options"] = {"include_usage": True}
+    chunks = [chunk for chunk in await stream(client, path, **fields) if chunk["choices"]]
+    chat = "chat" in path
+    first, *others = chunks[1:-1] if chat else chunks[:-1]
+    first.pop("morph", None)
+    for chunk in others:
+        assert list(chunk) == list(first)
+        assert list(chunk["choices"][0]) == list(first["choices"][0])
+        assert {**chunk, "choices": 0} == {**first, "choices": 0}
+        assert chunk["choices"][0]["finish_reason"] is chunk["choices"][0]["logprobs"] is None
+
+
+async def serve_slowly(engine: FakeEngine, path: str, fields: dict[str, Any], seconds: float) -> list[Any]:
+    """Events of a client whose connection takes `seconds` for each write."""
+    sent: list[bytes] = []
+    body = json.dumps({"model": "fake-1", "stream": True, **fields}).encode()
+    asked = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> dict[str, Any]:
+        if asked:
+            return asked.pop()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: dict[str, Any]) -> None:
+        await asyncio.sleep(seconds)
+        sent.append(message.get("body", b""))
+
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": path, "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": [],
+        "server": ("test", 80), "client": ("test", 1),
+    }  # fmt: skip
+    await create_app(engine)(scope, receive, send)  # type: ignore[arg-type]
+    parts = b"".join(sent).decode().removesuffix("\n\n").split("\n\n")
+    assert parts[-1] == "data: [DONE]"
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-1]]
+
+
+async def test_tokens_that_wait_for_a_slow_client_share_a_chunk_in_order(engine: FakeEngine) -> None:
+    fields = {"messages": MESSAGES, "n": 2, "stream_options": {"include_usage": True}}
+    chunks = await serve_slowly(engine, "/v1/chat/completions", fields, 0.02)
+    texts = {0: "", 1: ""}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] += choice["delta"].get("content", "")
+    assert texts == {0: ANSWER, 1: ANSWER}
+    assert [c["finish_reason"] for chunk in chunks for c in chunk["choices"] if c["finish_reason"]] == ["stop"] * 2
+    made = len(ANSWER.encode()) + 1
+    assert chunks[-1]["usage"]["completion_tokens"] == 2 * made
+    assert len(chunks) < made
+
+
+async def test_log_probabilities_of_tokens_that_share_a_chunk_are_complete(engine: FakeEngine) -> None:
+    fields = {"prompt": "Hi", "max_tokens": 20, "logprobs": 1}
+    chunks = await serve_slowly(engine, "/v1/completions", fields, 0.02)
+    parts = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
+    assert max(len(part["tokens"]) for part in parts) > 1
+    assert [value for part in parts for value in part["token_logprobs"]] == [-0.5] * 20
+    offsets = [offset for part in parts for offset in part["text_offset"]]
+    assert offsets == sorted(offsets) and offsets[0] == 0
+
+
+async def test_what_came_before_a_failure_is_sent_before_it(engine: FakeEngine) -> None:
+    engine.fail_after = 6
+    chunks = await serve_slowly(engine, "/v1/completions", {"prompt": "Hi"}, 0.0)
+    assert "not finite" in chunks[-1]["error"]["message"]
+    engine.fail_after, engine.die_after = None, 6
+    chunks = await serve_slowly(engine, "/v1/completions", {"prompt": "Hi"}, 0.02)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == ANSWER[:6]
+    assert chunks[-1]["error"]["code"] == "internal_error"
