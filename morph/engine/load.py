@@ -61,9 +61,7 @@ def load_engine(path: str | Path, engine_config: EngineConfig, device: str = "cp
     kernels = get_kernels(torch.device(device), dtype, config.num_kv_heads)
     max_context = engine_config.max_context or config.max_context
     if not 2 <= max_context <= config.max_context:
-        raise InvalidRequest(
-            f"max_context is {max_context}; use 2 to the model's {config.max_context}", "max_context"
-        )
+        raise InvalidRequest(f"max_context is {max_context}; use 2 to the model's {config.max_context}", "max_context")
     if engine_config.max_requests < 1:
         raise InvalidRequest(f"max_requests is {engine_config.max_requests}; use at least 1", "max_requests")
     cos, sin = rope_tables(config, max_context)

@@ -98,9 +98,7 @@ class SamplingParams:
             _require(ok, "logit_bias", {token: bias}, "token ids with a bias from -100 to 100")
         _require(isinstance(self.layout, str), "layout", self.layout, "'auto', 'attention', 'ssm' or a bit string")
         budget = self.attention_budget
-        ok = budget is None or (
-            isinstance(budget, int | float) and not isinstance(budget, bool) and 0 <= budget <= 1
-        )
+        ok = budget is None or (isinstance(budget, int | float) and not isinstance(budget, bool) and 0 <= budget <= 1)
         _require(ok, "attention_budget", budget, "a number from 0 to 1")
         affinity = self.cache_affinity
         ok = affinity == "auto" or (

@@ -7,7 +7,6 @@ the path that it does not take.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -18,7 +17,7 @@ from morph.config import ModelConfig
 from morph.engine.request import Request
 from morph.engine.weights import BlockWeights, ModelWeights
 from morph.engine.workspace import Workspace
-from morph.kernels.interface import Kernels
+from morph.kernels.interface import Kernels, PackedLinear
 from morph.memory.tables import PageTables
 
 
@@ -49,6 +48,24 @@ class Cohort:
 def _starts(requests: list[Request]) -> list[int]:
     """First row of each request in a cohort, and the total at the end."""
     return list(accumulate((request.num_tokens for request in requests), initial=0))
+
+
+def _answer_rows(requests: list[Request]) -> list[tuple[int, int]]:
+    """Spans of rows that were made in decode before a preemption, in a batch of all rows of these requests.
+
+    They are computed again with the operations of decode: rows of prompts may be rounded more coarsely.
+    """
+    spans, end = [], 0
+    for request in requests:
+        begin, end = end + request.prompt_len, end + request.num_tokens
+        if begin < end:
+            spans.append((begin, end))
+    return spans
+
+
+def _last_answers(requests: list[Request]) -> list[tuple[int, int]]:
+    """The same in a batch of each request's last row."""
+    return [(i, i + 1) for i, request in enumerate(requests) if request.num_tokens > request.prompt_len]
 
 
 @dataclass
@@ -156,7 +173,17 @@ class ModelRunner:
         if cohort.pending is None:
             cohort.pending = torch.empty_like(cohort.hidden)
         self._prefill_mlp(weights, post, cohort.pending)
+        for begin, end in _last_answers(cohort.requests) if last_only else _answer_rows(cohort.requests):
+            self._mlp(weights, post[begin:end], cohort.pending[begin:end])
         cohort.block += 1
+
+    def _prefill_linear(
+        self, x: torch.Tensor, weight: PackedLinear, out: torch.Tensor, answers: list[tuple[int, int]]
+    ) -> torch.Tensor:
+        self.kernels.prefill_linear(x, weight, out=out)
+        for begin, end in answers:
+            self.kernels.linear(x[begin:end], weight, out=out[begin:end])
+        return out
 
     def _prefill_mlp(self, weights: BlockWeights, x: torch.Tensor, out: torch.Tensor) -> None:
         ws, kernels = self.workspace, self.kernels
@@ -222,7 +249,9 @@ class ModelRunner:
     ) -> torch.Tensor:
         assert weights.attention is not None
         mixer, kernels, config, tables = weights.attention, self.kernels, self.config, self.tables
-        qkv = kernels.prefill_linear(x, mixer.qkv, out=self.workspace.take("qkv", x.shape[0], config.qkv_size))
+        answers = _answer_rows(requests)
+        qkv = self.workspace.take("qkv", x.shape[0], config.qkv_size)
+        self._prefill_linear(x, mixer.qkv, qkv, answers)
         lengths = [request.num_tokens for request in requests]
         positions = torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]).to(kernels.device)
         slots = torch.repeat_interleave(
@@ -234,16 +263,21 @@ class ModelRunner:
             tables.pool.storage, tables.table[:, block], slots, pages,
         )  # fmt: skip
         heads = self.workspace.take("heads", out.shape[0], config.q_size)
-        end = made = 0
+        begin = made = 0
         for request, n in zip(requests, lengths, strict=True):
-            end += n
             first = n - 1 if last_only else 0
-            kernels.prefill_attention(
-                qkv[end - n + first : end, : config.q_size], tables.pool.storage, tables.table[request.slot, block],
-                pages, first, self.scale, out=heads[made : made + n - first],
-            )  # fmt: skip
-            made += n - first
-        return kernels.prefill_linear(heads, mixer.out, out=out)
+            # The prompt's rows, then those of an answer that was begun before.
+            for start, stop, exact in ((first, request.prompt_len, False), (max(first, request.prompt_len), n, True)):
+                if start >= stop:
+                    continue
+                kernels.prefill_attention(
+                    qkv[begin + start : begin + stop, : config.q_size], tables.pool.storage,
+                    tables.table[request.slot, block], pages, start, self.scale,
+                    out=heads[made : made + stop - start], exact=exact,
+                )  # fmt: skip
+                made += stop - start
+            begin += n
+        return self._prefill_linear(heads, mixer.out, out, _last_answers(requests) if last_only else answers)
 
     def _prefill_ssm(
         self,
@@ -256,7 +290,9 @@ class ModelRunner:
     ) -> torch.Tensor:
         assert weights.ssm is not None
         mixer, kernels, tables = weights.ssm, self.kernels, self.tables
-        inputs = kernels.prefill_linear(x, mixer.inputs, out=self.workspace.take("inputs", x.shape[0], mixer.inputs.n))
+        answers = _answer_rows(requests)
+        inputs = self.workspace.take("inputs", x.shape[0], mixer.inputs.n)
+        self._prefill_linear(x, mixer.inputs, inputs, answers)
         heads = self.workspace.take("heads", x.shape[0], self.config.q_size)
         ends = []
         at = 0
@@ -270,17 +306,18 @@ class ModelRunner:
             ends.append(at - 1)
         if last_only:
             last = torch.tensor(ends, device=kernels.device)
-            inputs, heads = inputs[last], heads[last]
-        self._output_gate(weights, inputs, heads, kernels.prefill_linear)
-        return kernels.prefill_linear(heads, mixer.out, out=out)
+            inputs, heads, answers = inputs[last], heads[last], _last_answers(requests)
+        self._output_gate(weights, inputs, heads, answers)
+        return self._prefill_linear(heads, mixer.out, out, answers)
 
     def _output_gate(
-        self, weights: BlockWeights, inputs: torch.Tensor, heads: torch.Tensor, linear: Callable[..., torch.Tensor]
+        self, weights: BlockWeights, inputs: torch.Tensor, heads: torch.Tensor, exact: list[tuple[int, int]]
     ) -> None:
         assert weights.ssm is not None
         mixer = weights.ssm
         down = inputs[:, mixer.inputs.n - mixer.gate_up.k :]
-        gate = linear(down, mixer.gate_up, out=self.workspace.take("gate", down.shape[0], mixer.gate_up.n))
+        gate = self.workspace.take("gate", down.shape[0], mixer.gate_up.n)
+        self._prefill_linear(down, mixer.gate_up, gate, exact)
         self.kernels.gate_silu_mul_(heads, gate)
 
     def finish_cohort(self, cohort: Cohort) -> torch.Tensor:
@@ -394,7 +431,9 @@ class ModelRunner:
             tables.conv_tails[:, block], positions,
             out=self.workspace.take("heads", path.count, self.config.q_size),
         )  # fmt: skip
-        self._output_gate(weights, inputs, heads, kernels.linear)
+        down = inputs[:, mixer.inputs.n - mixer.gate_up.k :]
+        gate = kernels.linear(down, mixer.gate_up, out=self.workspace.take("gate", path.count, mixer.gate_up.n))
+        kernels.gate_silu_mul_(heads, gate)
         return kernels.linear(heads, mixer.out, out=out)
 
     def _make_batch(self, requests: list[Request]) -> DecodeBatch:

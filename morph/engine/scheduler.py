@@ -38,9 +38,7 @@ class Scheduler:
         drop_rows: takes a request's rows out of the cohort that it is in (the runner's part of leaving early).
     """
 
-    def __init__(
-        self, admission: Admission, cohort_tokens: int, drop_rows: Callable[[Cohort, Request], None]
-    ) -> None:
+    def __init__(self, admission: Admission, cohort_tokens: int, drop_rows: Callable[[Cohort, Request], None]) -> None:
         self.admission = admission
         self.drop_rows = drop_rows
         self.cohort_tokens = cohort_tokens

@@ -274,12 +274,14 @@ class Kernels(Protocol):
         start: int,
         scale: float,
         out: torch.Tensor | None = None,
+        exact: bool = False,
     ) -> torch.Tensor:
         """Causal attention of one sequence: row i sits at position start + i and attends to keys 0…start + i.
 
         Args:
             q: `[rows, heads * head_dim]` rotated, a view with a row stride is fine.
             table_row: int32 `[width]`.
+            exact: in float32; else operands may be rounded where that is faster, see `prefill_linear`.
 
         Returns:
             `[rows, heads * head_dim]`.

@@ -295,15 +295,16 @@ class NativeKernels(TorchKernels):
         start: int,
         scale: float,
         out: torch.Tensor | None = None,
+        exact: bool = False,
     ) -> torch.Tensor:
         """See `Kernels.prefill_attention`."""
         dim = head_dim(storage)
         if dim not in HEAD_DIMS:
-            return super().prefill_attention(q, storage, table_row, max_pages, start, scale, out)
+            return super().prefill_attention(q, storage, table_row, max_pages, start, scale, out, exact)
         rows, columns = q.shape
         if out is None:
             out = torch.empty((rows, columns))
-        if self.gemm == "fixed":
+        if self.gemm == "fixed" and not exact:
             self.library.morph_prefill_attention_fixed(
                 q.data_ptr(), q.stride(0), storage.data_ptr(), storage.stride(0), table_row.data_ptr(), max_pages,
                 page_tokens(dim, self.dtype), rows, columns // dim, self.num_kv_heads, dim, start, scale,

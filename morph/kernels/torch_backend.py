@@ -176,6 +176,7 @@ class TorchKernels:
         start: int,
         scale: float,
         out: torch.Tensor | None = None,
+        exact: bool = False,
     ) -> torch.Tensor:
         """See `Kernels.prefill_attention`."""
         rows, dim = q.shape[0], head_dim(storage)

@@ -25,13 +25,13 @@ from tests.tiny import tiny_model
 BOUNDS = {
     ("float32", "float32"): 1e-4,
     ("bfloat16", "float32"): 0.05,
-    ("bfloat16", "fixed"): 0.6,
-    ("bfloat16", "onednn"): 1.5,
+    ("bfloat16", "fixed"): 0.05,
+    ("bfloat16", "onednn"): 0.05,
 }
 """(dtype, MORPH_CPU_GEMM) -> largest difference between logits of a request alone and preempted.
 
-Three to four times what some 60 requests with some 40 preemptions each showed on these models, whose logits reach 12:
-0.00004, 0.013, 0.19 and 0.51.
+On these models, whose logits reach 12: float32 showed 0.00004 in 54 requests with 46 preemptions, bfloat16 0.013 in 121
+with 81. The way in which prompts are multiplied makes no difference: a recomputed answer takes the operations of decode.
 """
 
 LAYOUTS = ("auto", "attention", "ssm", "0101", "1100")
