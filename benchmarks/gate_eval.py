@@ -1,29 +1,35 @@
 """Gates of a model against shuffled masks, the best static layouts and an oracle over counts.
 
-    python benchmarks/gate_eval.py MODEL --data DIR --json benchmarks/results/gates_r1.json
+    python -m benchmarks.gate_eval MODEL --requests requests.npz --device cuda --dtype bfloat16
 
-Requests come from evaluation sets that no gate was fitted on. The base answers each prompt; every layout's loss is
-KL(base || model) per answer token. Needs the evaluation files in DIR/eval; slow without a GPU (try `--requests 20`).
+Only requests of the split `eval` are used: no gate was fitted, chosen or calibrated on them. Each layout's loss is
+KL(base || model) per token of the base's answer. `--data DIR` draws prompts from the evaluation sets in DIR/eval, and
+lets the base answer them. Needs a GPU for hundreds of requests; try `--count 20` on a CPU.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
 import random
-import sys
-import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
+import typer
+from rich.console import Console
+from rich.table import Table as TextTable
 
+from benchmarks.claims import RESULTS
+from benchmarks.report import header, write_results
+from morph.checkpoint import open_model
+from morph.checkpoint.tokenizer import load_tokenizer
+from morph.errors import InvalidRequest
 from morph.gate.answers import Requests, sample_answers
-from morph.gate.calibrate import calibrate, rules_of, saved_matrix
-from morph.gate.collect import fixed_rules, measure
+from morph.gate.calibrate import rules_of, saved_matrix
+from morph.gate.collect import fixed_rules, force_rules, measure
 from morph.gate.evaluate import (
     Array,
     bootstrap_ratio,
@@ -33,15 +39,19 @@ from morph.gate.evaluate import (
     static_at,
 )
 from morph.gate.fit import GateStack
-from morph.gate.labels import nested_layouts
-from morph.gate.policy import GateWeights, UtilityPolicy
+from morph.gate.layouts import nested_layouts
+from morph.gate.policy import Gates
+from morph.gate.prompts import given_requests
 from morph.gate.traffic import LETTERS, Prompt, json_lines, tokenize, user
+from morph.hub import resolve_model
 from morph.model.model import MorphModel
 
 CHAIN = (0, 1, 2, 3, 4, 6, 8, 10, 12, 15, 18, 20, 22, 25, 28, 30)
-COUNTS = (4, 8, 15)
 BUDGETS = (0.05, 0.1, 0.25, 0.5, 0.75)
-SHUFFLES = 2
+CLAIMED_BUDGETS = (0.25, 0.5)
+SHUFFLES = 4
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BATCH_TOKENS = {"cpu": 8192, "cuda": 655_360}
 
 
 def evaluation_prompts(data: Path, per_set: int, seed: int = 0) -> list[Prompt]:
@@ -85,12 +95,14 @@ class Table:
     """Measured losses of some requests.
 
     Attributes:
-        chain: `[requests, len(CHAIN)]`, static layouts by count. gated, shuffled: loss per rule, `[requests]`; the
-            shuffled one is the mean over `SHUFFLES`. layouts: bool `[requests, blocks]` per rule.
+        counts: of the static chain. chain: `[requests, counts]`, losses of static layouts.
+        gated, shuffled: loss per rule, `[requests]`; the shuffled one is the mean over `SHUFFLES`.
+        layouts: bool `[requests, blocks]` per rule.
     """
 
     kinds: list[str]
     lengths: list[int]
+    counts: list[int]
     chain: Array
     gated: dict[str, Array] = field(default_factory=dict)
     shuffled: dict[str, Array] = field(default_factory=dict)
@@ -100,39 +112,40 @@ class Table:
 def measure_table(
     model: MorphModel,
     requests: Requests,
-    rows: list[int],
+    rows: Sequence[int],
     gates: GateStack,
-    ranking: list[int],
+    ranking: Sequence[int],
     rules: dict[str, torch.Tensor],
     batch_tokens: int,
 ) -> Table:
     """Losses of the static chain, of the gates under each named rule `[rows, blocks]`, and of shuffled masks."""
     blocks = model.config.num_blocks
-    chain_rules = fixed_rules(nested_layouts(ranking, [min(k, blocks) for k in CHAIN]))
+    counts = sorted({min(k, blocks) for k in CHAIN})
+    chain_rules = fixed_rules(nested_layouts(ranking, counts))
     lengths = [len(requests.prompts[r]) for r in rows]
     stacked = torch.stack(list(rules.values()), dim=1)
-    jobs = [(r, torch.cat([chain_rules, stacked[i]])) for i, r in enumerate(rows)]
+    jobs = [(r, force_rules(torch.cat([chain_rules, stacked[i]]), model.config)) for i, r in enumerate(rows)]
     found = measure(model, requests, jobs, gates, batch_tokens=batch_tokens)
     loss = found.loss.view(len(rows), -1).double().numpy()
     layouts = found.layouts.view(len(rows), -1, blocks)
-    table = Table([requests.kinds[r] for r in rows], lengths, loss[:, : len(CHAIN)])
+    table = Table([requests.kinds[r] for r in rows], lengths, counts, loss[:, : len(counts)])
     masks = []
     for number, name in enumerate(rules):
-        table.gated[name] = loss[:, len(CHAIN) + number]
-        table.layouts[name] = layouts[:, len(CHAIN) + number]
+        table.gated[name] = loss[:, len(counts) + number]
+        table.layouts[name] = layouts[:, len(counts) + number]
         masks += [shuffle_within_buckets(table.layouts[name], lengths, seed) for seed in range(SHUFFLES)]
     stacked = torch.stack(masks, dim=1)
-    jobs = [(r, fixed_rules(stacked[i])) for i, r in enumerate(rows)]
-    found = measure(model, requests, jobs, batch_tokens=batch_tokens)
+    found = measure(
+        model, requests, [(r, fixed_rules(stacked[i])) for i, r in enumerate(rows)], batch_tokens=batch_tokens
+    )
     shuffled = found.loss.view(len(rows), len(rules), SHUFFLES).mean(-1).double().numpy()
     table.shuffled = {name: shuffled[:, number] for number, name in enumerate(rules)}
     return table
 
 
-def compare(table: Table, ranking: list[int], saved: torch.Tensor) -> dict[str, Any]:
+def compare(table: Table, ranking: Sequence[int], saved: torch.Tensor) -> dict[str, Any]:
     """Ratios of gated loss to each baseline at equal spending, with intervals, per rule and per kind."""
-    blocks = saved.shape[1]
-    chain_layouts = nested_layouts(ranking, [min(k, blocks) for k in CHAIN])
+    chain_layouts = nested_layouts(ranking, table.counts)
     count = len(table.lengths)
     per_request = {
         "count": (
@@ -175,144 +188,135 @@ def compare(table: Table, ranking: list[int], saved: torch.Tensor) -> dict[str, 
             for rows in [np.flatnonzero(np.array(table.kinds) == kind)]
         }
         report[name] = entry
-    report["static_chain"] = {str(k): round(float(v), 5) for k, v in zip(CHAIN, table.chain.mean(0), strict=True)}
+    report["static_chain"] = {
+        str(k): round(float(v), 5) for k, v in zip(table.counts, table.chain.mean(0), strict=True)
+    }
     return report
 
 
-def rules_for(saved: torch.Tensor, taus: dict[str, float], flat_taus: dict[str, float]) -> dict[str, torch.Tensor]:
-    """Rules by name: budgets `b25` by seconds, counts `k8` by number of blocks."""
-    rules = {name: rules_of(tau, torch.ones_like(saved)) for name, tau in flat_taus.items()}
-    return rules | {name: rules_of(tau, saved) for name, tau in taus.items()}
+def rules_for(saved: torch.Tensor, gates: Gates, count_tau: dict[str, float]) -> dict[str, torch.Tensor]:
+    """Rules by name: mean counts of attention blocks `k8`, and budgets `b25` by seconds; all calibrated at fit time."""
+    flat = torch.zeros_like(saved)
+    flat[:, [block for block, gate in enumerate(gates.weights) if gate is not None]] = 1.0
+    rules = {f"k{count}": rules_of(tau, flat) for count, tau in count_tau.items()}
+    return rules | {f"b{round(100 * b)}": rules_of(gates.tau_of(b), saved) for b in BUDGETS}
 
 
-def count_taus(
-    model: MorphModel, requests: Requests, rows: list[int], gates: GateStack, batch_tokens: int
-) -> dict[str, float]:
-    """τ at which the gates give 4, 8 and 15 blocks attention on average, when every block costs the same."""
-    blocks = model.config.num_blocks
-    flat = torch.ones(len(rows), blocks)
-
-    def run(rules: torch.Tensor) -> torch.Tensor:
-        jobs = [(r, rules[i]) for i, r in enumerate(rows)]
-        found = measure(model, requests, jobs, gates, batch_tokens=batch_tokens, losses=False)
-        return found.layouts.view(rules.shape)
-
-    first = measure(model, requests, [(r, flat[:1] * 0) for r in rows], gates, batch_tokens=batch_tokens, losses=False)
-    assert first.utilities is not None
-    shares = [k / blocks for k in COUNTS]
-    taus, _ = calibrate(run, first.utilities, flat, shares, shares, rounds=3)
-    return {f"k{k}": tau for k, tau in zip(COUNTS, taus, strict=True)}
-
-
-def gate_cost_share(model: MorphModel, policy: UtilityPolicy, lengths: tuple[int, ...] = (64, 256)) -> dict[str, float]:
-    """Seconds of all gate decisions, the running sums included, over seconds of an all-attention prefill."""
-    hidden, blocks = model.config.hidden_size, model.config.num_blocks
-    shares = {}
-    for n in lengths:
-        tokens = torch.randint(0, model.config.vocab_size, (1, n))
-        normed = torch.randn(n, hidden)
-
-        def prefill(tokens: torch.Tensor = tokens) -> None:
-            model.hidden_states(tokens)
-
-        def decide(normed: torch.Tensor = normed, n: int = n) -> None:
-            carry = policy.initial_carry()
-            for block in range(blocks):
-                if policy.gates[block] is not None:
-                    policy.decide(block, normed.double().sum(0), normed[-1], n, carry)
-
-        shares[str(n)] = _best_seconds(decide) / _best_seconds(prefill)
-    return shares
+def claims_of(report: dict[str, Any], revision: str) -> list[dict[str, Any]]:
+    """A claim's value is the upper end of the 95 % interval of a loss ratio: met means significantly better."""
+    claims = []
+    for name, entry in report.items():
+        if name == "static_chain" or (
+            name[0] == "b" and int(name[1:]) not in [round(100 * b) for b in CLAIMED_BUDGETS]
+        ):
+            continue
+        static = "vs_static_length_aware" if "vs_static_length_aware" in entry else "vs_static"
+        for what, key in (("shuffled", "vs_shuffled"), (static.removeprefix("vs_"), static)):
+            ratio = entry[key]
+            claims.append(
+                {
+                    "id": f"model.{revision}.gate_vs_{what}.{name}.upper95",
+                    "value": ratio["high"],
+                    "goal": "< 1",
+                    "ratio": ratio["value"],
+                    "low": ratio["low"],
+                }
+            )
+    return claims
 
 
-def _best_seconds(run: Any, repeats: int = 5) -> float:
-    best = float("inf")
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        with torch.no_grad():
-            run()
-        best = min(best, time.perf_counter() - begin)
-    return best
+def show(report: dict[str, Any]) -> TextTable:
+    """The ratios as a table for the terminal."""
+    table = TextTable(
+        "rule", "blocks", "loss", "of shuffled", "of static", "of static, length-aware", "of oracle count"
+    )
+    for name, entry in report.items():
+        if name == "static_chain":
+            continue
+        cells = [
+            f"{r['value']:.3f} ({r['low']:.3f}…{r['high']:.3f})" if r else ""
+            for r in (entry.get(k) for k in ("vs_shuffled", "vs_static", "vs_static_length_aware", "vs_oracle_count"))
+        ]
+        table.add_row(name, f"{entry['mean_attention_blocks']:.1f}", f"{entry['loss']:.4f}", *cells)
+    return table
 
 
-def stack_of(weights: list[GateWeights | None], device: torch.device) -> GateStack:
-    """Gates of a model folder as the stack that `measure` takes; static blocks get zeros."""
-    sample = next(w for w in weights if w is not None)
-    filled = [w or GateWeights(sample.fc1 * 0, sample.bias1 * 0, sample.fc2 * 0, 0.0) for w in weights]
-    return GateStack(
-        torch.stack([w.fc1 for w in filled]),
-        torch.stack([w.bias1 for w in filled]),
-        torch.stack([w.fc2 for w in filled]),
-        torch.tensor([w.bias2 for w in filled]),
-    ).to(device)
-
-
-def machine(device: str) -> dict[str, str]:
-    """What the numbers were measured on."""
-    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-    return {"device": name, "python": platform.python_version(), "torch": torch.__version__}
-
-
-def claims(report: dict[str, Any], cost_share: dict[str, float] | None) -> dict[str, Any]:
-    """Figures that the docs state, with their goals."""
-    out: dict[str, Any] = {}
-    for name in ("b25", "b50"):
-        out[f"model.r1.gate_vs_shuffled.{name}"] = {**report[name]["vs_shuffled"], "goal": "< 1"}
-        out[f"model.r1.gate_vs_static_cost.{name}"] = {**report[name]["vs_static"], "goal": "< 1"}
-    for name in ("k4", "k8", "k15"):
-        out[f"model.r1.gate_vs_shuffled.{name}"] = {**report[name]["vs_shuffled"], "goal": "< 1"}
-        out[f"model.r1.gate_vs_static.{name}"] = {**report[name]["vs_static"], "goal": "< 1"}
-    if cost_share is not None:
-        out["model.r1.gate_cost_share"] = {"value": round(max(cost_share.values()), 5), "goal": "<= 0.01"}
-    return out
-
-
-def main() -> None:
-    """Evaluate the gates of a model folder."""
-    from transformers import AutoTokenizer
-
-    from morph.checkpoint import open_model
-    from morph.gate.policy import Gates
-
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("model")
-    parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--requests", type=int, default=40, help="per evaluation set")
-    parser.add_argument("--longest", type=int, default=4000)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-
-    source = open_model(args.model)
-    gates = Gates.load(source)
-    ranking = source.meta["gate"]["static_ranking"]
-    on_gpu = args.device == "cuda"
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    model = MorphModel.from_source(source, source.config, dtype, args.device)
-    tokenizer = AutoTokenizer.from_pretrained(source.tokenizer_dir)
-    pairs = [(p, tokenize(tokenizer, p, args.longest)) for p in evaluation_prompts(args.data, args.requests)]
+def drawn(model: MorphModel, tokenizer: Any, data: Path, per_set: int, longest: int, batch_tokens: int) -> Requests:
+    """Requests of the evaluation sets with the base's answers."""
+    pairs = [(p, tokenize(tokenizer, p, longest)) for p in evaluation_prompts(data, per_set)]
     pairs = [(p, ids) for p, ids in pairs if ids]
     prompts = [ids for _, ids in pairs]
-    requests = Requests(prompts, [p.kind for p, _ in pairs], ["eval"] * len(pairs), sample_answers(model, prompts))
-    rows, batch_tokens = list(range(len(requests))), 65_536 if on_gpu else 4096
-    stack = stack_of(gates.weights, model.embedding.weight.device)
-    saved = saved_matrix(gates.cost, requests.lengths)
-    flat = count_taus(model, requests, rows, stack, batch_tokens)
-    rules = rules_for(saved, {f"b{round(100 * b)}": gates.tau_of(b) for b in BUDGETS}, flat)
-    table = measure_table(model, requests, rows, stack, ranking, rules, batch_tokens)
+    answers = sample_answers(model, prompts, batch_tokens=batch_tokens)
+    return Requests(prompts, [p.kind for p, _ in pairs], ["eval"] * len(pairs), answers)
+
+
+def main(
+    model: Annotated[str, typer.Argument(help="Name or folder of a model with gates.")] = "smollm2-135m@r1",
+    requests: Annotated[Path | None, typer.Option("--requests", help="File of requests (.npz).")] = None,
+    data: Annotated[Path | None, typer.Option("--data", help="Folder with eval/, instead of --requests.")] = None,
+    split: Annotated[str, typer.Option("--split", help="Split of the requests.")] = "eval",
+    count: Annotated[
+        int | None, typer.Option("--count", min=2, help="Requests at most (with --data: per set).")
+    ] = None,
+    longest: Annotated[int, typer.Option("--longest", min=16, help="Longest prompt of --data.")] = 4000,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option("--device")] = "cpu",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option("--dtype")] = "float32",
+    batch_tokens: Annotated[int | None, typer.Option("--batch-tokens", min=1, help="Padded tokens per pass.")] = None,
+    results: Annotated[Path, typer.Option("--results", help="Folder for the JSON file.")] = RESULTS,
+    name: Annotated[str | None, typer.Option("--name", help="Of the result file; default: gates_REVISION.")] = None,
+) -> None:
+    """Evaluate the gates of a model on requests that they never saw."""
+    if (requests is None) == (data is None):
+        raise typer.BadParameter("give either --requests or --data")
+    folder = resolve_model(model)
+    source = open_model(folder)
+    gates, meta = Gates.load(source), source.meta["gate"]
+    for key in ("static_ranking", "count_tau"):
+        if key not in meta:
+            raise InvalidRequest(f"config.json has no gate.{key}; fit the gates with `morph gate fit`")
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    tokens = batch_tokens or BATCH_TOKENS[device]
+    network = MorphModel.from_source(source, source.config, DTYPES[dtype], device)
+    if requests is not None:
+        given = given_requests(requests, source.config)
+        rows = given.where(split)[:count]
+    else:
+        assert data is not None
+        given = drawn(network, load_tokenizer(source.tokenizer_dir), data, count or 40, longest, tokens)
+        rows = list(range(len(given)))
+    if len(rows) < 2 or not all(given.answers[r] for r in rows):
+        raise InvalidRequest(f"{len(rows)} requests of split {split!r} with answers are too few; give others")
+    saved = saved_matrix(gates.cost, [len(given.prompts[r]) for r in rows])
+    stack = GateStack.of(gates.weights).to(network.embedding.weight.device)
+    ranking = meta["static_ranking"]
+    table = measure_table(network, given, rows, stack, ranking, rules_for(saved, gates, meta["count_tau"]), tokens)
     report = compare(table, ranking, saved)
-    share = None if on_gpu else gate_cost_share(model, gates.policy(0.5))
-    result = {
-        "machine": machine(args.device),
-        "command": " ".join(["python", *sys.argv]),
-        "requests": len(requests),
-        "claims": claims(report, share),
+    revision = str(source.meta.get("revision"))
+    console = Console(width=140)
+    console.print(show(report))
+    content = header()
+    if device == "cuda":
+        content["machine"]["gpu"] = torch.cuda.get_device_name()
+    content |= {
+        "about": {
+            "loss": "KL(base || model) per answer token",
+            "requests": len(rows),
+            "split": split,
+            "kinds": sorted(set(table.kinds)),
+            "dtype": dtype,
+            "fit": meta.get("fit"),
+            "shuffled": f"layouts exchanged between requests of similar length, mean of {SHUFFLES} shuffles",
+            "static": "nested layouts by the best measured ranking, interpolated to equal spending",
+            "static_length_aware": "static, with attention where it is cheaper; the fair one at budgets",
+            "interval": "95 % bootstrap over requests",
+            "claims": "value is the upper end of the interval; ratio and low stand beside it",
+        },
         "eval": report,
+        "claims": claims_of(report, revision),
     }
-    print(json.dumps(result["claims"], indent=1))
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    console.print(f"written to {write_results(results, name or f'gates_{revision}', content)}")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

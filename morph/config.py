@@ -63,9 +63,7 @@ class ModelConfig:
                 f"block_kinds has {len(self.block_kinds)} entries, num_blocks is {self.num_blocks}; give one each"
             )
         if self.num_heads % self.num_kv_heads:
-            raise UnsupportedModel(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
-            )
+            raise UnsupportedModel(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.ssm is None and any(kind != "attention" for kind in self.block_kinds):
             raise UnsupportedModel("a model with ssm or adaptive blocks needs an ssm config")
 

@@ -34,8 +34,7 @@ class Layout:
                 )
         if len(text) != num_blocks:
             raise InvalidRequest(
-                f"layout {text!r} has {len(text)} blocks, the model has {num_blocks}; "
-                f"give one character per block",
+                f"layout {text!r} has {len(text)} blocks, the model has {num_blocks}; give one character per block",
                 "layout",
             )
         return cls(tuple(char == "1" for char in text))

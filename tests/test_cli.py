@@ -62,9 +62,7 @@ def test_help_does_not_import_torch(words: list[str]) -> None:
         "heavy = {'torch', 'transformers', 'fastapi', 'uvicorn'} & set(sys.modules);"
         "assert not heavy, heavy; sys.exit(status)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -214,9 +212,7 @@ def test_interactive_chat_goes_on_after_an_error(
     assert len(engine.seen) == 1
 
 
-def test_a_failed_turn_is_not_part_of_the_conversation(
-    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_turn_is_not_part_of_the_conversation(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     import asyncio
 
     chat = ChatSession(engine, SamplingParams())

@@ -149,4 +149,3 @@ def write_gates(folder: Path, config: ModelConfig, meta: dict[str, Any]) -> None
         "mean_answer_tokens": 32,
         "cost_table": "cost.json",
     }
-

@@ -96,8 +96,6 @@ def read_first_delta(path: Path) -> dict[str, torch.Tensor]:
     for name, tensor in stored.items():
         block, _, short = name.partition(".")
         if not block.isdecimal() or short not in FIRST_DELTA:
-            raise UnsupportedModel(
-                f"{path}: tensor {name!r} is not one of BLOCK.{{{', '.join(FIRST_DELTA)}}}"
-            )
+            raise UnsupportedModel(f"{path}: tensor {name!r} is not one of BLOCK.{{{', '.join(FIRST_DELTA)}}}")
         out[f"blocks.{block}.ssm.{FIRST_DELTA[short]}"] = tensor.squeeze(1) if short == "cw" else tensor
     return out

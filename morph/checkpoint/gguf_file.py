@@ -78,9 +78,7 @@ class GGUFFile:
         try:
             self.config = self._read_config()
         except (ValueError, TypeError, ZeroDivisionError) as error:
-            raise CorruptFile(
-                f"{path}: a field has a value that makes no sense ({error}); {remedy}"
-            ) from error
+            raise CorruptFile(f"{path}: a field has a value that makes no sense ({error}); {remedy}") from error
         except UnsupportedModel as error:
             raise UnsupportedModel(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error
 
@@ -205,9 +203,7 @@ class GGUFFile:
             return None
         if kind == "linear":
             return {"rope_type": "linear", "factor": _short(self._need("rope.scaling.factor"))}
-        raise UnsupportedModel(
-            f"{self.path}: RoPE scaling {kind!r} is not supported; use none, linear or llama3"
-        )
+        raise UnsupportedModel(f"{self.path}: RoPE scaling {kind!r} is not supported; use none, linear or llama3")
 
     def _llama3_scaling(self, factors: torch.Tensor, theta: float, head_dim: int) -> dict[str, Any]:
         """The parameters behind stored factors, accepted only when they give back every factor."""

@@ -74,9 +74,7 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
     if template is not None:
         config["chat_template"] = template
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(config, indent=1, ensure_ascii=False) + "\n", "utf-8"
-    )
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n", "utf-8")
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
@@ -127,9 +125,7 @@ class _Fields:
         self.tokens: list[str] = tokens
         self.types: list[int] = self.get("token_type") or [1] * len(tokens)
         if len(self.types) != len(tokens):
-            raise CorruptFile(
-                f"{file.path} has {len(tokens)} tokens and {len(self.types)} token types; {file.remedy}"
-            )
+            raise CorruptFile(f"{file.path} has {len(tokens)} tokens and {len(self.types)} token types; {file.remedy}")
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.file.header.get(f"tokenizer.ggml.{key}", default)
@@ -179,9 +175,7 @@ def _byte_level(fields: _Fields) -> Tokenizer:
 def _sentencepiece(fields: _Fields) -> Tokenizer:
     scores = fields.get("scores")
     if not isinstance(scores, list) or len(scores) != len(fields.tokens):
-        raise CorruptFile(
-            f"{fields.file.path} has no score per token (tokenizer.ggml.scores); {fields.file.remedy}"
-        )
+        raise CorruptFile(f"{fields.file.path} has no score per token (tokenizer.ggml.scores); {fields.file.remedy}")
     vocab = {token: number for number, token in enumerate(fields.tokens)}
     model = models.BPE(
         vocab=vocab,

@@ -143,9 +143,7 @@ def open_model(path: str | os.PathLike[str]) -> ModelSource:
 def _open_morph(path: Path, meta: dict[str, Any]) -> ModelSource:
     version = meta.get("format_version")
     if version != FORMAT_VERSION:
-        raise UnsupportedModel(
-            f"{path}: format version {version!r}, this Morph reads {FORMAT_VERSION}; update it"
-        )
+        raise UnsupportedModel(f"{path}: format version {version!r}, this Morph reads {FORMAT_VERSION}; update it")
     name, revision = meta.get("name"), meta.get("revision")
     remedy = pull_again(f"{name}@{revision}") if name and revision else FETCH_AGAIN
     try:
@@ -167,9 +165,7 @@ def _open_morph(path: Path, meta: dict[str, Any]) -> ModelSource:
 def _open_base(path: Path, base: dict[str, Any], remedy: str) -> TensorReader:
     kind, file = base.get("kind"), path / str(base.get("file"))
     if kind not in ("gguf", "safetensors"):
-        raise UnsupportedModel(
-            f"{path}: base of kind {kind!r} is unknown, want gguf or safetensors; update Morph"
-        )
+        raise UnsupportedModel(f"{path}: base of kind {kind!r} is unknown, want gguf or safetensors; update Morph")
     if not file.exists():
         raise CorruptFile(f"{path}: the base {base.get('file')} is missing; {remedy}")
     return GGUFFile(file, remedy) if kind == "gguf" else open_hf_folder(file, remedy)[1]
@@ -180,9 +176,7 @@ def _checked_rope(source: ModelSource, path: Path) -> ModelSource:
     try:
         inverse_frequencies(source.config)
     except KeyError as error:
-        raise CorruptFile(
-            f"{path}: rope_scaling {source.config.rope_scaling} has no {error}; restore it"
-        ) from error
+        raise CorruptFile(f"{path}: rope_scaling {source.config.rope_scaling} has no {error}; restore it") from error
     except UnsupportedModel as error:
         raise UnsupportedModel(f"{path}: {error}") from error
     return source

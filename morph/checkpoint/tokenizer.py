@@ -116,9 +116,7 @@ class ChatTokenizer:
             return None
         printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
         others = [byte for byte in range(256) if byte not in printable]
-        table = {chr(byte): byte for byte in printable} | {
-            chr(256 + i): byte for i, byte in enumerate(others)
-        }
+        table = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
         assert set(table) == set(pre_tokenizers.ByteLevel.alphabet())
         return table
 

@@ -23,9 +23,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="rich")
 def chat(
     model: ModelArgument,
     system: Annotated[str | None, typer.Option("--system", help="System message.")] = None,
-    layout: Annotated[
-        str, typer.Option("--layout", help="auto, attention, ssm or one 0/1 per block.")
-    ] = "auto",
+    layout: Annotated[str, typer.Option("--layout", help="auto, attention, ssm or one 0/1 per block.")] = "auto",
     budget: BudgetOption = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer.")] = 512,
     temperature: Annotated[float, typer.Option("--temperature", min=0, help="0 = greedy.")] = 0.7,

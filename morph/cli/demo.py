@@ -26,9 +26,7 @@ def demo(
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="A name, a model folder or a .gguf file.")
     ] = DEFAULT_MODEL,
-    layout: Annotated[
-        str, typer.Option("--layout", help="auto, attention, ssm or one 0/1 per block.")
-    ] = "auto",
+    layout: Annotated[str, typer.Option("--layout", help="auto, attention, ssm or one 0/1 per block.")] = "auto",
     budget: BudgetOption = None,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of panels, as in a log.")] = False,
     dtype: DtypeOption = "bfloat16",
@@ -51,9 +49,7 @@ def demo(
         # A log has no width of its own; the table's rows should not be broken.
         console = Console(highlight=False, width=120)
     chosen = prompts()
-    engine = loading.load_engine(
-        model, engine_config(dtype, memory, CONTEXT, max_requests=len(chosen), budget=budget)
-    )
+    engine = loading.load_engine(model, engine_config(dtype, memory, CONTEXT, max_requests=len(chosen), budget=budget))
     engine.start()
     try:
         layouts = [layout] * len(chosen)

@@ -25,7 +25,5 @@ def load_engine(model: str, config: EngineConfig) -> ManagedEngine:
 
         engine = AsyncEngine.from_model(resolve_model(model), config)
     seconds = time.perf_counter() - begin
-    console.print(
-        f"loaded {engine.model_name} ({config.dtype}) in {seconds:.1f} s", style="dim", highlight=False
-    )
+    console.print(f"loaded {engine.model_name} ({config.dtype}) in {seconds:.1f} s", style="dim", highlight=False)
     return engine

@@ -38,9 +38,7 @@ ModelArgument = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A name (NAME or NAME@REVISION), a model folder or a .gguf file."),
 ]
-DtypeOption = Annotated[
-    Literal["float32", "bfloat16"], typer.Option("--dtype", help="Type of weights and KV cache.")
-]
+DtypeOption = Annotated[Literal["float32", "bfloat16"], typer.Option("--dtype", help="Type of weights and KV cache.")]
 MemoryOption = Annotated[
     int | None,
     typer.Option(
@@ -50,9 +48,7 @@ MemoryOption = Annotated[
         help="Memory for KV pages and states, e.g. 4GiB; default: by need.",
     ),
 ]
-MaxRequestsOption = Annotated[
-    int, typer.Option("--max-requests", min=1, help="Requests that run at the same time.")
-]
+MaxRequestsOption = Annotated[int, typer.Option("--max-requests", min=1, help="Requests that run at the same time.")]
 MaxContextOption = Annotated[
     int | None,
     typer.Option("--max-context", min=2, help="Longest prompt + answer in tokens; default: the model's."),

@@ -14,9 +14,7 @@ def pull(
     name: Annotated[
         str, typer.Argument(metavar="NAME[@REVISION]", help="For example smollm2-135m or smollm2-135m@r1.")
     ],
-    source: Annotated[
-        str, typer.Option("--source", help="Where from; auto = the first that has it.")
-    ] = "auto",
+    source: Annotated[str, typer.Option("--source", help="Where from; auto = the first that has it.")] = "auto",
     force: Annotated[bool, typer.Option("--force", help="Download again even when it is here.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
 ) -> None:

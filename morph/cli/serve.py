@@ -31,16 +31,12 @@ READY = """\
 def serve(
     model: Annotated[
         str | None,
-        typer.Argument(
-            metavar="MODEL", help="A name (NAME or NAME@REVISION), a model folder or a .gguf file."
-        ),
+        typer.Argument(metavar="MODEL", help="A name (NAME or NAME@REVISION), a model folder or a .gguf file."),
     ] = None,
     model_option: Annotated[str | None, typer.Option("--model", help="The same as MODEL.")] = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 = all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 = any free one.")] = 8000,
-    name: Annotated[
-        str | None, typer.Option("--name", help="Model name for clients; default: the model's.")
-    ] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Model name for clients; default: the model's.")] = None,
     dtype: DtypeOption = "bfloat16",
     max_requests: MaxRequestsOption = DEFAULTS.max_requests,
     max_waiting: Annotated[
@@ -51,9 +47,7 @@ def serve(
     budget: BudgetOption = None,
     max_body: Annotated[
         int | None,
-        typer.Option(
-            "--max-body", parser=parse_size, metavar="SIZE", help="Largest request body; default: 8MiB."
-        ),
+        typer.Option("--max-body", parser=parse_size, metavar="SIZE", help="Largest request body; default: 8MiB."),
     ] = None,
     drain: Annotated[
         float, typer.Option("--drain", min=0, help="Seconds that running requests get to finish at SIGTERM.")

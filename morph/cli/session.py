@@ -64,9 +64,7 @@ class ChatSession:
                 self.params = replace(self.params, attention_budget=_number(value))
             budget = self.params.attention_budget
             shown = self.engine.engine_config.attention_budget if budget is None else budget
-            unused = (
-                "" if self.params.layout == "auto" else f"; not used while the layout is {self.params.layout}"
-            )
+            unused = "" if self.params.layout == "auto" else f"; not used while the layout is {self.params.layout}"
             return f"attention budget {shown:g}{unused}"
         if name == "/layout":
             if value:
@@ -106,9 +104,7 @@ class ChatSession:
                 self.engine.abort(request_id)
         assert output is not None
         if output.finish_reason in ("error", "abort"):
-            raise MorphError(
-                f"the engine could not finish the answer: {output.error or output.finish_reason}"
-            )
+            raise MorphError(f"the engine could not finish the answer: {output.error or output.finish_reason}")
         self.messages = [*asked, {"role": "assistant", "content": output.text}]
         return output
 
@@ -117,9 +113,7 @@ def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InvalidRequest(
-            f"attention_budget is {text!r}; use a number from 0 to 1", "attention_budget"
-        ) from None
+        raise InvalidRequest(f"attention_budget is {text!r}; use a number from 0 to 1", "attention_budget") from None
 
 
 def run(session: ChatSession, interactive: bool) -> None:

@@ -89,9 +89,7 @@ def run(
         try:
             async with asyncio.TaskGroup() as group:
                 for number, (track, layout) in enumerate(zip(tracks, layouts, strict=True)):
-                    params = SamplingParams(
-                        max_tokens=track.prompt.max_tokens, layout=layout, attention_budget=budget
-                    )
+                    params = SamplingParams(max_tokens=track.prompt.max_tokens, layout=layout, attention_budget=budget)
                     group.create_task(follow(engine, track, params, number, changed))
         except* MorphError as errors:
             raise errors.exceptions[0] from None

@@ -167,7 +167,7 @@ class Engine:
             budget = self.engine_config.attention_budget
         if self._policy_for is None:
             raise InvalidRequest(
-                "layout is 'auto' but the model has no gates; name a layout or fit gates (morph.gate.pipeline)",
+                "layout is 'auto' but the model has no gates; name a layout or fit gates with `morph gate fit`",
                 "layout",
             )
         if budget not in self._policies:

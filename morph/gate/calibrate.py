@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from morph.errors import InvalidRequest
+from morph.gate.answers import Requests
+from morph.gate.collect import force_rules, measure
 from morph.gate.cost import CostTable
+from morph.gate.fit import GateStack
+from morph.model.model import MorphModel
 
 BUDGETS = (0.0, 0.01, 0.02, 0.03, *(round(0.05 * i, 2) for i in range(1, 20)), 0.97, 0.98, 0.99, 1.0)
 """Calibrated budgets: steps of 0.05, closer at the ends where τ moves fast."""
@@ -114,3 +119,35 @@ def _invert(points: list[tuple[float, float]], budgets: Sequence[float]) -> list
     for i in range(1, len(out)):
         out[i] = min(out[i], out[i - 1])
     return out
+
+
+def gated_layouts(
+    model: MorphModel,
+    requests: Requests,
+    gates: GateStack,
+    ids: Sequence[int],
+    rules: torch.Tensor,
+    batch_tokens: int,
+) -> torch.Tensor:
+    """Layouts that gates choose for the requests `ids` under rules `[requests, rules, blocks]`; bool, same shape."""
+    forced = force_rules(rules, model.config)
+    found = measure(
+        model,
+        requests,
+        [(r, forced[i]) for i, r in enumerate(ids)],
+        gates.to(model.embedding.weight.device),
+        batch_tokens=batch_tokens,
+        losses=False,
+    )
+    return found.layouts.view(rules.shape)
+
+
+def tau_section(tau: Sequence[float], cost: CostTable) -> dict[str, Any]:
+    """What config.json says of a calibration with the budgets of `BUDGETS`."""
+    return {
+        "policy": "utility",
+        "budgets": list(BUDGETS),
+        "tau": list(tau),
+        "mean_answer_tokens": cost.mean_answer_tokens,
+        "cost_table": "cost.json",
+    }

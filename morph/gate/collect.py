@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from morph.config import ModelConfig
 from morph.gate.answers import Requests
 from morph.model.model import MorphModel
 
@@ -53,6 +54,15 @@ class Measurement:
 def fixed_rules(layouts: torch.Tensor) -> torch.Tensor:
     """Thresholds that force layouts: bool `[rows, blocks]` to float32 of -inf (attention) and inf."""
     return torch.where(layouts, -math.inf, math.inf)
+
+
+def force_rules(rules: torch.Tensor, config: ModelConfig) -> torch.Tensor:
+    """Thresholds `[..., blocks]` with those of static blocks set to the mixer that they have; a copy."""
+    forced = rules.clone()
+    for block, kind in enumerate(config.block_kinds):
+        if kind != "adaptive":
+            forced[..., block] = -torch.inf if kind == "attention" else torch.inf
+    return forced
 
 
 def with_log_length(features: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:

@@ -111,6 +111,10 @@ def length_grid(longest: int) -> tuple[int, ...]:
     return tuple(round(MIN_GRID * 2 ** (i / GRID_STEPS_PER_OCTAVE)) for i in range(steps + 1))
 
 
+KEPT_LENGTHS = 256
+"""Prompt lengths whose savings are kept."""
+
+
 class CostTable:
     """Seconds per block and prompt length.
 
@@ -142,6 +146,7 @@ class CostTable:
         self.mean_answer_tokens = float(mean_answer_tokens)
         self.source, self.device, self.rates = source, device, rates
         self._check()
+        self._saved: dict[int, list[float]] = {}
         self._log_lengths = np.log(self.lengths.astype(np.float64))
 
     def _check(self) -> None:
@@ -185,7 +190,14 @@ class CostTable:
 
     def saved_seconds(self, block: int, n: int) -> float:
         """c_l(n): what the ssm saves over attention; <= 0 where attention is cheaper, 0 in a static block."""
-        return self._interpolate(self.attention[block] - self.ssm[block], n)
+        saved = self._saved.get(n)
+        if saved is None:
+            # All blocks of a request ask for the same length, one after the other.
+            if len(self._saved) >= KEPT_LENGTHS:
+                self._saved.clear()
+            saved = [self._interpolate(a - s, n) for a, s in zip(self.attention, self.ssm, strict=True)]
+            self._saved[n] = saved
+        return saved[block]
 
     def _interpolate(self, values: npt.NDArray[np.float64], n: int) -> float:
         """Linear in log n between grid points; the first value below the grid, proportional to n beyond it."""
@@ -223,7 +235,7 @@ class CostTable:
         if data.get("version") != COST_VERSION:
             raise UnsupportedModel(
                 f"cost table has version {data.get('version')!r}, this Morph reads {COST_VERSION}; "
-                "make the table again with CostTable.analytic, or use a Morph of its time"
+                "make the table again with `morph calibrate`, or use a Morph of its time"
             )
         try:
             return cls(

@@ -5,12 +5,15 @@ All on measured losses (KL to the base per answer token), with bootstrap interva
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from morph.gate.labels import LossModel
 
 Array = npt.NDArray[np.float64]
 
@@ -98,22 +101,60 @@ def shuffle_within_buckets(layouts: torch.Tensor, lengths: Sequence[int], seed: 
     return out
 
 
-def surrogate_ratio(
-    predicted: torch.Tensor, utilities: torch.Tensor, ranking: Sequence[int], counts: Sequence[float] = (4, 8, 15)
-) -> float:
-    """Loss of thresholding predictions over that of the static ranking at equal mean counts, without running the model.
+@dataclass
+class Decisions:
+    """What predictions are judged by, without running the model: modelled losses of the layouts that they lead to.
 
-    Losses are sums of utilities over ssm blocks; the mean over the counts is returned, < 1 where predictions help.
+    Attributes:
+        model: losses of each request under any layout. rankings: static orders; the best of them counts.
+        lengths: prompt tokens of each request. adaptive: blocks that have a choice; the others are never counted.
+        counts: mean shares of adaptive blocks with attention.
+    """
+
+    model: LossModel
+    rankings: Sequence[Sequence[int]]
+    lengths: Sequence[int]
+    adaptive: Sequence[int]
+    counts: Sequence[float]
+
+    def static_loss(self, count: int) -> float:
+        """Mean loss of the best static layout with attention in `count` adaptive blocks."""
+        losses = []
+        for ranking in self.rankings:
+            chosen = [block for block in ranking if block in self.adaptive][:count]
+            layout = torch.zeros(len(ranking), dtype=torch.bool)
+            layout[chosen] = True
+            losses.append(float(self.model.loss(layout.expand(len(self.lengths), -1)).mean()))
+        return min(losses)
+
+
+def decision_ratios(predicted: torch.Tensor, decisions: Decisions, shuffles: int = 2) -> dict[str, float]:
+    """Modelled loss of thresholding predictions against the best static layout, and against shuffled layouts.
+
+    Honest when no prediction comes from a gate that saw its own request. Geometric means over the counts, < 1 is good.
 
     Args:
-        predicted, utilities: `[requests, blocks]`. counts: mean attention blocks per request.
+        predicted: û `[requests, blocks]`.
+
+    Returns:
+        `vs_static` and `vs_shuffled`.
     """
-    requests, blocks = utilities.shape
-    total = float(utilities.sum()) / requests
-    static = utilities.mean(0)[torch.tensor(ranking)].cumsum(0)
-    order = predicted.flatten().argsort(descending=True)
-    ratios = []
-    for count in counts:
-        chosen = float(utilities.flatten()[order[: round(count * requests)]].sum()) / requests
-        ratios.append((total - chosen) / (total - float(static[min(round(count), blocks) - 1])))
-    return sum(ratios) / len(ratios)
+    adaptive = torch.tensor(list(decisions.adaptive))
+    values = predicted[:, adaptive]
+    static, shuffled = 0.0, 0.0
+    # A model of few rows may give losses below zero somewhere: nothing counts as less than a thousandth of all-ssm.
+    floor = max(1e-3 * float(decisions.model.loss(torch.zeros(predicted.shape, dtype=torch.bool)).mean()), 1e-12)
+    for share in decisions.counts:
+        per_request = max(1, round(share * len(adaptive)))
+        order = values.flatten().argsort(descending=True)[: per_request * len(values)]
+        bits = torch.zeros(values.numel(), dtype=torch.bool)
+        bits[order] = True
+        layouts = torch.zeros(predicted.shape, dtype=torch.bool)
+        layouts[:, adaptive] = bits.view(values.shape)
+        loss = float(decisions.model.loss(layouts).mean())
+        others = [shuffle_within_buckets(layouts, decisions.lengths, seed) for seed in range(shuffles)]
+        mean = sum(float(decisions.model.loss(other).mean()) for other in others) / shuffles
+        static += math.log(max(loss, floor) / max(decisions.static_loss(per_request), floor))
+        shuffled += math.log(max(loss, floor) / max(mean, floor))
+    count = len(decisions.counts)
+    return {"vs_static": math.exp(static / count), "vs_shuffled": math.exp(shuffled / count)}

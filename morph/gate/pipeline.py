@@ -1,271 +1,192 @@
-"""Gates for a model, end to end: measure layouts, fit utilities, regress, a round on own choices, calibrate."""
+"""Gates for a model, end to end: answers, ranking, measurement, fit, a round on own choices, refit, calibration."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from morph.errors import InvalidRequest
-from morph.gate.answers import Requests
-from morph.gate.calibrate import BUDGETS, calibrate, offline_tau, rules_of, saved_matrix
-from morph.gate.collect import Measurement, fixed_rules, measure, with_log_length
-from morph.gate.cost import CPU_RATES, CostTable, DeviceRates
-from morph.gate.evaluate import surrogate_ratio
-from morph.gate.fit import FitConfig, GateStack, fit_gates, make_projection
-from morph.gate.labels import fit_utilities, nested_layouts, random_layouts, ranking_of
-from morph.model.model import MorphModel
+from morph.gate import stages
+from morph.gate.calibrate import calibrate, gated_layouts, offline_tau, saved_matrix, tau_section
+from morph.gate.cost import CostTable
+from morph.gate.fit import GateFit, GateStack, fit_gates
+from morph.gate.measured import Fitted, Part, fit_measured, joined, pack
+from morph.gate.report import kinds_summary, light_features
+from morph.gate.stages import Run
+from morph.gate.work import LIGHT, OutOfTime
 
-Log = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class PipelineConfig:
-    """How much is measured.
-
-    Attributes:
-        chain: attention counts of the nested static layouts that every request is measured under.
-        layouts: random layouts per request beside the chain.
-        pilot: requests that the static ranking is made on. greedy: rank by greedy selection, else by regression.
-        policy_budgets: budgets of the round on the gates' own choices; 0 rounds skip it.
-        flips: perturbed layouts around each own choice; flip_rate: chance that a block is flipped in them.
-        batch_tokens: padded tokens per forward pass.
-        fits: candidates; the one whose held-out decisions are best is kept.
-    """
-
-    chain: tuple[int, ...] = (0, 1, 2, 4, 8, 12, 16, 22)
-    layouts: int = 16
-    pilot: int = 64
-    greedy: bool = True
-    rounds: int = 1
-    policy_budgets: tuple[float, ...] = (0.1, 0.3, 0.6)
-    policy_counts: tuple[float, ...] = (0.15, 0.4)
-    flips: int = 3
-    flip_rate: float = 0.08
-    batch_tokens: int = 65_536
-    rates: DeviceRates = CPU_RATES
-    fits: tuple[FitConfig, ...] = (FitConfig(), FitConfig(rank=32, dropout=0.1), FitConfig(rank=64, dropout=0.4))
-    seed: int = 0
+MIN_REQUESTS = 16
+"""Fewer would leave folds of one or two requests."""
 
 
 @dataclass
-class GateFit:
-    """What the pipeline makes.
-
-    Attributes:
-        gates: on the CPU. tau: per budget of `BUDGETS`. points: measured (τ, budget spent) on the calibration traffic.
-        ranking: best static order of blocks, most sensitive first. r2: per block, on held-out requests.
-    """
+class FittedGates:
+    """What a run makes: the gates, their cost table and the `gate` section of config.json."""
 
     gates: GateStack
     cost: CostTable
-    budgets: tuple[float, ...]
-    tau: list[float]
-    points: list[tuple[float, float]]
-    ranking: list[int]
-    r2: list[float]
-    measurements: list[Measurement]
-    utilities: torch.Tensor
+    section: dict[str, Any]
 
 
-def static_ranking(
-    model: MorphModel, requests: Requests, rows: list[int], config: PipelineConfig, log: Log
-) -> list[int]:
-    """Blocks in the order in which a static layout should get attention.
-
-    Greedy: from all-ssm on, the block whose attention lowers the mean loss most. Else by regression on random ones.
-    """
-    blocks = model.config.num_blocks
-    generator = torch.Generator().manual_seed(config.seed)
-    if not config.greedy:
-        layouts = random_layouts(list(range(blocks)), max(2 * blocks, 24), generator)
-        found = measure(model, requests, [(r, fixed_rules(layouts)) for r in rows], batch_tokens=config.batch_tokens)
-        index = torch.tensor([rows.index(int(r)) for r in found.request])
-        return ranking_of(fit_utilities(found.loss, found.layouts, index, len(rows)).utility)
-    ranking: list[int] = []
-    for _ in range(blocks):
-        left = [block for block in range(blocks) if block not in ranking]
-        layouts = torch.zeros(len(left), blocks, dtype=torch.bool)
-        layouts[:, ranking] = True
-        layouts[torch.arange(len(left)), torch.tensor(left)] = True
-        found = measure(model, requests, [(r, fixed_rules(layouts)) for r in rows], batch_tokens=config.batch_tokens)
-        mean = found.loss.view(len(rows), len(left)).mean(0)
-        ranking.append(left[int(mean.argmin())])
-        log(f"ranking {len(ranking):2d}: block {ranking[-1]:2d}, mean loss {float(mean.min()):.4f}")
-    return ranking
-
-
-def random_rules(ranking: list[int], config: PipelineConfig, generator: torch.Generator) -> torch.Tensor:
-    """Chain and random layouts of one request, as rules `[chain + layouts, blocks]`."""
-    chain = nested_layouts(ranking, [k for k in config.chain if k <= len(ranking)])
-    return fixed_rules(torch.cat([chain, random_layouts(ranking, config.layouts, generator)]))
-
-
-def flipped(layouts: torch.Tensor, config: PipelineConfig, generator: torch.Generator) -> torch.Tensor:
-    """`config.flips` perturbations of each layout, bool `[rows * flips, blocks]`; at least one block differs."""
-    many = layouts.repeat_interleave(config.flips, dim=0)
-    flips = torch.rand(many.shape, generator=generator) < config.flip_rate
-    sure = torch.randint(many.shape[1], (len(many),), generator=generator)
-    flips[torch.arange(len(many)), sure] = True
-    return many ^ flips
-
-
-def utilities_of(measurements: list[Measurement], requests: Requests, weights: list[float]) -> torch.Tensor:
-    """Utilities of all measured requests, float32 `[requests, blocks]`, nan where there is no measurement."""
-    known = torch.cat([m.request for m in measurements]).unique()
-    place = torch.full((len(requests),), -1)
-    place[known] = torch.arange(len(known))
-    found = fit_utilities(
-        torch.cat([m.loss for m in measurements]),
-        torch.cat([m.layouts for m in measurements]),
-        place[torch.cat([m.request for m in measurements])],
-        len(known),
-        torch.cat([torch.full((len(m),), w) for m, w in zip(measurements, weights, strict=True)]),
-    ).utility
-    utilities = torch.full((len(requests), found.shape[1]), torch.nan)
-    utilities[known] = found
-    return utilities
-
-
-def regress(
-    measurements: list[Measurement],
-    utilities: torch.Tensor,
-    requests: Requests,
-    train: list[int],
-    held: list[int],
-    candidates: Sequence[FitConfig],
-    ranking: list[int],
-    log: Log,
-) -> tuple[GateStack, list[float]]:
-    """Gates from the rows that have features: of the candidates, the one whose held-out decisions are best.
-
-    Returns:
-        Gates and their held-out r² per block.
-    """
-    measurements = [m for m in measurements if m.features is not None]
-    features = torch.cat([m.features for m in measurements if m.features is not None])
-    owner = torch.cat([m.request for m in measurements])
-    lengths = torch.tensor(requests.lengths)[owner].to(features.device)
-    targets = utilities[owner].to(features.device)
-    side = torch.zeros(len(requests), dtype=torch.int8)
-    side[train], side[held] = 1, 2
-    rows = side[owner].to(features.device)
-    fitting, holding = (rows == 1).nonzero().squeeze(1), (rows == 2).nonzero().squeeze(1)
-
-    def read(block: int, index: torch.Tensor) -> torch.Tensor:
-        return with_log_length(features[index, block], lengths[index])
-
-    projection = make_projection(read, fitting, targets.shape[1], max(c.rank for c in candidates))
-    best: tuple[float, GateStack, list[float]] | None = None
-    for candidate in candidates:
-        gates, r2 = fit_gates(read, targets, fitting, holding, candidate, projection)
-        predicted = torch.stack([gates(block, read(block, holding)) for block in range(targets.shape[1])], dim=1)
-        ratio = surrogate_ratio(predicted, targets[holding], ranking)
-        log(f"  rank {candidate.rank}, dropout {candidate.dropout}: r2 {sum(r2) / len(r2):.3f}, ratio {ratio:.4f}")
-        if best is None or ratio < best[0]:
-            best = (ratio, gates, r2)
-    assert best is not None, "give at least one candidate"
-    return best[1], best[2]
-
-
-def own_choices(
-    model: MorphModel,
-    requests: Requests,
-    gates: GateStack,
-    utilities: torch.Tensor,
-    rows: list[int],
-    cost: CostTable,
-    config: PipelineConfig,
-    generator: torch.Generator,
-) -> tuple[Measurement, Measurement]:
-    """The gates' own layouts at several budgets (with features), and perturbations around them."""
-    saved = saved_matrix(cost, [len(requests.prompts[r]) for r in rows])
-    flat = torch.ones_like(saved)
-    rules = [rules_of(tau, saved) for tau in offline_tau(utilities[rows], saved, config.policy_budgets)]
-    rules += [rules_of(tau, flat) for tau in offline_tau(utilities[rows], flat, config.policy_counts)]
-    stacked = torch.stack(rules, dim=1)
-    jobs = [(r, stacked[i]) for i, r in enumerate(rows)]
-    own = measure(model, requests, jobs, gates, keep_features=True, batch_tokens=config.batch_tokens)
-    around = flipped(own.layouts, config, generator).view(len(rows), -1, saved.shape[1])
-    jobs = [(r, fixed_rules(around[i])) for i, r in enumerate(rows)]
-    return own, measure(model, requests, jobs, batch_tokens=config.batch_tokens)
-
-
-def calibrate_gates(
-    model: MorphModel,
-    requests: Requests,
-    gates: GateStack,
-    utilities: torch.Tensor,
-    rows: list[int],
-    cost: CostTable,
-    config: PipelineConfig,
-) -> tuple[list[float], list[tuple[float, float]]]:
-    """τ of every budget over the traffic `rows`; see `calibrate`."""
-    saved = saved_matrix(cost, [len(requests.prompts[r]) for r in rows])
-
-    def run(rules: torch.Tensor) -> torch.Tensor:
-        jobs = [(r, rules[i]) for i, r in enumerate(rows)]
-        found = measure(model, requests, jobs, gates, batch_tokens=config.batch_tokens, losses=False)
-        return found.layouts.view(rules.shape)
-
-    return calibrate(run, utilities[rows], saved)
-
-
-def run_pipeline(
-    model: MorphModel,
-    requests: Requests,
-    config: PipelineConfig | None = None,
-    log: Log = print,
-    ranking: list[int] | None = None,
-    save: Callable[[list[Measurement], torch.Tensor], None] | None = None,
-) -> GateFit:
-    """Fit and calibrate gates.
-
-    Args:
-        requests: with answers; split `train` is fitted on, split `held` decides when to stop and calibrates.
-        ranking: a known static ranking; None measures one.
-        save: called with all measurements and utilities whenever there are new ones, so that a long run loses little.
+def pool_of(run: Run) -> list[int]:
+    """Requests that may be fitted on, in a random order that is the same in every run; never the split `eval`.
 
     Raises:
-        InvalidRequest: one of the splits is empty.
+        InvalidRequest: too few.
     """
-    config = config or PipelineConfig()
-    began = time.perf_counter()
-
-    def note(text: str) -> None:
-        log(f"[{time.perf_counter() - began:6.1f} s] {text}")
-
-    fitting, holding = requests.where("train"), requests.where("held")
-    if len(fitting) < 2 or len(holding) < 2:
+    usable = run.requests.where("train", "held")
+    if len(usable) < MIN_REQUESTS:
         raise InvalidRequest(
-            f"{len(fitting)} requests to fit on and {len(holding)} held out are too few; give more prompts"
+            f"{len(usable)} requests to fit on are too few, want at least {MIN_REQUESTS}; give more prompts "
+            "(splits `train` and `held` count)"
         )
-    generator = torch.Generator().manual_seed(config.seed + 1)
-    if ranking is None:
-        ranking = static_ranking(model, requests, fitting[: config.pilot], config, note)
-    cost = CostTable.analytic(model.config, config.rates, requests.mean_answer_tokens)
-    everyone = fitting + holding
-    jobs = [(r, random_rules(ranking, config, generator)) for r in everyone]
-    measurements = [measure(model, requests, jobs, keep_features=True, batch_tokens=config.batch_tokens)]
-    weights = [1.0]
-    note(f"{len(measurements[0])} rows of {len(everyone)} requests, mean loss {measurements[0].loss.mean():.4f}")
+    order = torch.randperm(len(usable), generator=run.generator(0)).tolist()
+    return [usable[i] for i in order]
 
-    def refit(fits: Sequence[FitConfig]) -> tuple[torch.Tensor, GateStack, list[float]]:
-        utilities = utilities_of(measurements, requests, weights)
-        if save is not None:
-            save(measurements, utilities)
-        return utilities, *regress(measurements, utilities, requests, fitting, holding, fits, ranking, note)
 
-    # The gates of the first round only choose where to look next.
-    utilities, gates, r2 = refit(config.fits if not config.rounds else config.fits[:1])
-    for number in range(config.rounds):
-        own, around = own_choices(model, requests, gates, utilities, everyone, cost, config, generator)
-        measurements += [own, around]
-        weights += [2.0, 2.0]
-        note(f"round {number + 1}: {len(own) + len(around)} rows around the gates' own choices")
-        utilities, gates, r2 = refit(config.fits)
-    tau, points = calibrate_gates(model, requests, gates, utilities, holding, cost, config)
-    note(f"calibrated on {len(holding)} requests")
-    return GateFit(gates.to("cpu"), cost, BUDGETS, tau, points, ranking, r2, measurements, utilities)
+def fit_model(run: Run, kept_cost: CostTable | None, count: int | None) -> FittedGates:
+    """Run all stages that the work folder does not have yet.
+
+    Args:
+        kept_cost: a measured cost table to go on with; None makes an analytic one for this traffic.
+        count: requests to fit on; None = as many as fit the time limit.
+
+    Raises:
+        OutOfTime: the limit came first. InvalidRequest: requests that gates cannot be fitted on.
+    """
+    parts: list[Part] = []
+    try:
+        return _fit_model(run, kept_cost, count, parts)
+    except OutOfTime:
+        _keep_losses(run, parts)
+        raise
+
+
+def _fit_model(run: Run, kept_cost: CostTable | None, count: int | None, parts: list[Part]) -> FittedGates:
+    config, requests, work = run.config, run.requests, run.work
+    ids = pool_of(run)
+    if count is not None and not MIN_REQUESTS <= count <= len(ids):
+        raise InvalidRequest(
+            f"--prompts {count} is not between {MIN_REQUESTS} and the {len(ids)} requests that there are"
+        )
+    stages.answers(run, ids)
+    mean_answer = sum(len(requests.answers[i]) for i in ids) / len(ids)
+    cost = kept_cost or CostTable.analytic(run.model.config, mean_answer_tokens=mean_answer)
+    # Whether the ssm saves anything at all, before hours are spent.
+    lengths = [len(requests.prompts[i]) for i in ids]
+    offline_tau(torch.ones(len(ids), run.blocks), saved_matrix(cost, lengths), (0.5,))
+
+    first, rate, pilot_parts = stages.pilot(run, ids[: min(config.pilot, count or len(ids))])
+    if not work.has("plan.json"):
+        mean_tokens = stages.nominal_tokens(requests, ids) / len(ids)
+        planned = count or stages.planned_requests(run, len(ids), rate, mean_tokens)
+        work.write_json("plan.json", {"requests": planned, "tokens_per_second": round(rate)})
+        run.note(f"{rate:,.0f} tokens/s: {planned} of {len(ids)} requests")
+    ids = ids[: work.read_json("plan.json")["requests"]]
+    parts += pilot_parts
+    base = stages.base_rows(run, ids, first)
+    parts += base
+    device = run.model.embedding.weight.device
+    fitted = fit_measured(parts, [1.0] * len(parts), requests, device)
+    rankings = {"pilot": first, "marginal": fitted.losses.ranking(), "greedy": fitted.losses.greedy_ranking()}
+    ranking, scores, contest = stages.contest(run, ids[: config.contest], rankings)
+    parts.append(contest)
+    early = _fit(run, fitted, ranking, rankings)
+    _note_fit(run, "first fit", early)
+
+    own_ids = ids[: max(1, round(config.own_share * len(ids)))]
+    own, around = stages.own_choices(run, own_ids, early.gates, fitted.ids, early.predicted, cost)
+    weights = [1.0] * len(parts) + [2.0] * (len(own) + len(around))
+    parts += own + around
+    fitted = fit_measured(parts, weights, requests, device)
+    final = _fit(run, fitted, ranking, rankings)
+    _note_fit(run, "final fit", final)
+    section = _calibration(run, fitted, final, cost, ids)
+    rows = sum(len(part.request) for part in parts)
+    section |= {
+        "static_ranking": ranking,
+        "kinds": kinds_summary(requests, fitted.ids, final.predicted, cost, section["budgets"], section["tau"]),
+        "fit": {
+            "requests": len(ids),
+            "rows": rows,
+            "penalty": final.penalty,
+            "deviation": final.deviation,
+            "pair_ridge": fitted.losses.pair_ridge,
+            **_chosen(final),
+        },
+    }
+    run.work.write_json(
+        f"{LIGHT}/meta.json",
+        {
+            "section": section,
+            "plan": work.read_json("plan.json"),
+            "rankings": rankings,
+            "ranking_scores": scores,
+            "candidates": final.candidates,
+            "r2": final.r2,
+            "ids": fitted.ids,
+        },
+    )
+    _keep_losses(run, parts)
+    for name, tensors in light_features(fitted).items():
+        work.write_tensors(f"{LIGHT}/{name}", tensors)
+    tensors = final.gates.tensors(run.adaptive)
+    work.write_tensors(f"{LIGHT}/gate.safetensors", tensors)
+    work.write_json(f"{LIGHT}/cost.json", cost.to_dict())
+    return FittedGates(final.gates, cost, section)
+
+
+def _fit(run: Run, fitted: Fitted, ranking: list[int], rankings: dict[str, list[int]]) -> GateFit:
+    lengths = [len(run.requests.prompts[r]) for r in fitted.ids]
+    return fit_gates(
+        fitted.rows, fitted.losses, ranking, list(rankings.values()), lengths, run.adaptive, run.config.fit
+    )
+
+
+def _chosen(fit: GateFit) -> dict[str, float]:
+    """Cross-validated ratios of the chosen candidate."""
+    row = next(c for c in fit.candidates if c["penalty"] == fit.penalty and c["deviation"] == fit.deviation)
+    return {name: round(row[name], 4) for name in ("vs_static", "vs_shuffled")}
+
+
+def _note_fit(run: Run, what: str, fit: GateFit) -> None:
+    ratios = _chosen(fit)
+    known = [r2 for r2 in fit.r2 if r2 == r2]
+    run.note(
+        f"{what}: penalty {fit.penalty}, deviations × {fit.deviation}; on requests that the fit did not see, modelled "
+        f"loss {ratios['vs_static']} of the best static layout's and {ratios['vs_shuffled']} of shuffled layouts', "
+        f"r² {sum(known) / len(known):.3f}"
+    )
+
+
+def _calibration(run: Run, fitted: Fitted, fit: GateFit, cost: CostTable, ids: list[int]) -> dict[str, Any]:
+    """τ of every budget, and of some mean counts of attention blocks."""
+    if run.work.has("calibration.json"):
+        section: dict[str, Any] = run.work.read_json("calibration.json")
+        return section
+    place = {request: i for i, request in enumerate(fitted.ids)}
+    chosen = ids[: run.config.calibration]
+    if not bool((saved_matrix(cost, [len(run.requests.prompts[r]) for r in chosen]) > 0).any()):
+        chosen = ids  # few requests, and the long ones come later: without them a budget means nothing
+    predicted = fit.predicted[[place[r] for r in chosen]]
+
+    def choices(rules: torch.Tensor) -> torch.Tensor:
+        run.deadline.check("calibration")
+        return gated_layouts(run.model, run.requests, fit.gates, chosen, rules, run.config.batch_tokens)
+
+    saved = saved_matrix(cost, [len(run.requests.prompts[r]) for r in chosen])
+    tau, _ = calibrate(choices, predicted, saved)
+    shares = run.config.fit.counts
+    counts, _ = calibrate(choices, predicted, stages.flat_costs(run, len(chosen)), shares, shares)
+    names = [str(max(1, round(share * len(run.adaptive)))) for share in shares]
+    section = tau_section(tau, cost) | {"count_tau": dict(zip(names, counts, strict=True))}
+    run.work.write_json("calibration.json", section)
+    run.note(f"calibrated on {len(chosen)} requests")
+    return section
+
+
+def _keep_losses(run: Run, parts: list[Part]) -> None:
+    if parts:
+        run.work.write_arrays(f"{LIGHT}/losses.npz", pack(joined(parts)))

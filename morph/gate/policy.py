@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -18,11 +19,16 @@ import torch
 from morph.config import ModelConfig
 from morph.errors import CorruptFile, InvalidRequest, UnsupportedModel
 from morph.gate.cost import CostTable
+from morph.kernels.gate import GateFunction, native_gate
 from morph.layout import Layout
 
 
 class Decision(NamedTuple):
-    """One block's choice. `utility` is û, nats of KL per answer token lost by running the ssm; `carry` goes on."""
+    """One block's choice; `carry` goes on.
+
+    `utility` is û, nats of KL per answer token lost by running the ssm, or 0 where attention is the cheaper one: then
+    nothing has to be predicted.
+    """
 
     attention: bool
     utility: float
@@ -107,6 +113,12 @@ class GateWeights:
         hidden = torch.nn.functional.gelu(torch.addmv(self.bias1, self.fc1, feature))
         return float(torch.dot(self.fc2, hidden)) + self.bias2
 
+    @cached_property
+    def predict(self) -> GateFunction:
+        """û from running sums, last input and prompt tokens: natively where that is there, else `utility`."""
+        native = native_gate(self.fc1, self.bias1, self.fc2, self.bias2)
+        return native or (lambda sums, last, n: self.utility(features(sums, last, n)))
+
     @classmethod
     def read(cls, source: GateSource, block: int) -> GateWeights:
         """Load `blocks.{block}.gate.*`.
@@ -118,7 +130,8 @@ class GateWeights:
         for part in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"):
             if not source.has(name + part):
                 raise CorruptFile(
-                    f"model has no tensor {name + part!r}; restore gate.safetensors or fit the gates again"
+                    f"model has no tensor {name + part!r}; restore gate.safetensors or fit the gates again "
+                    "with `morph gate fit`"
                 )
         fc1, bias1, fc2, bias2 = (
             source.get(name + part, torch.float32).contiguous()
@@ -148,7 +161,7 @@ class UtilityPolicy:
         if len(gates) != cost.num_blocks:
             raise CorruptFile(f"{len(gates)} gates and a cost table of {cost.num_blocks} blocks; want as many of each")
         if math.isnan(tau):
-            raise InvalidRequest("tau is NaN; calibrate the gates again")
+            raise InvalidRequest("tau is NaN; calibrate the gates again with `morph calibrate`")
         self.gates, self.cost, self.tau = list(gates), cost, tau
 
     @property
@@ -165,7 +178,9 @@ class UtilityPolicy:
         gate = self.gates[block]
         if gate is None:
             raise InvalidRequest(f"block {block} is static; its mixer is not a choice")
-        utility = gate.utility(features(sums, last, n))
+        if self.cost.saved_seconds(block, n) <= 0:
+            return Decision(True, 0.0, carry)
+        utility = gate.predict(sums, last, n)
         return Decision(self.attention(block, utility, n), utility, carry)
 
     def attention(self, block: int, utility: float, n: int) -> bool:
@@ -273,12 +288,14 @@ class Gates:
         """
         meta = source.meta.get("gate")
         if not meta:
-            raise UnsupportedModel("model has no gates; name a layout, or fit gates (morph.gate.pipeline)")
+            raise UnsupportedModel("model has no gates; name a layout, or fit gates with `morph gate fit`")
         if meta.get("policy") != "utility":
             raise UnsupportedModel(f"gate policy {meta.get('policy')!r} is unknown, want 'utility'; update Morph")
         for key in ("budgets", "tau", "cost_table"):
             if key not in meta:
-                raise CorruptFile(f"config.json has no gate.{key}; calibrate again (morph.gate.pipeline)")
+                raise CorruptFile(
+                    f"config.json has no gate.{key}; restore it or fit the gates again with `morph gate fit`"
+                )
         cost = CostTable.load(source.tokenizer_dir / str(meta["cost_table"]))
         config = source.config
         if cost.num_blocks != config.num_blocks:

@@ -94,11 +94,10 @@ def read_prompts(path: Path) -> list[Prompt]:
 def tokenize(tokenizer: Any, prompt: Prompt, longest: int) -> list[int]:
     """Token ids as a server would see them; raw text is cut at `longest` tokens, a longer chat gives an empty list."""
     if prompt.text:
-        ids = tokenizer(prompt.text, add_special_tokens=False)["input_ids"][:longest]
-        return [int(i) for i in ids]
-    out = tokenizer.apply_chat_template(list(prompt.messages), tokenize=True, add_generation_prompt=True)
-    ids = out if isinstance(out, list) else out["input_ids"]
-    return [int(i) for i in ids] if len(ids) <= longest else []
+        return [int(i) for i in tokenizer.encode(prompt.text, add_special_tokens=False)][:longest]
+    text = tokenizer.apply_chat_template(list(prompt.messages), tokenize=False, add_generation_prompt=True)
+    ids = [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
+    return ids if len(ids) <= longest else []
 
 
 class PromptFactory:

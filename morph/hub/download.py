@@ -148,9 +148,7 @@ def from_hub(entry: Entry, downloads: Path, place: Path, force: bool, progress: 
     except Exception as error:
         # The client raises its own, httpx's and the system's errors: whichever it is, the hub did not give the file.
         first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ModelNotFound(
-            f"the hub did not give {entry.hub.repo}/{entry.hub.filename} ({first_line})"
-        ) from error
+        raise ModelNotFound(f"the hub did not give {entry.hub.repo}/{entry.hub.filename} ({first_line})") from error
     finally:
         if not progress and shown:
             enable_progress_bars()

@@ -148,10 +148,7 @@ def install(entry: Entry, base: Path, target: Path) -> Path:
         files = sorted(file for file in building.rglob("*") if file.is_file())
         marker = {
             "made_from": made_from(entry),
-            "files": {
-                file.relative_to(building).as_posix(): [file.stat().st_size, sha256_of(file)]
-                for file in files
-            },
+            "files": {file.relative_to(building).as_posix(): [file.stat().st_size, sha256_of(file)] for file in files},
         }
         (building / MARKER).write_text(json.dumps(marker, indent=1) + "\n", encoding="utf-8")
         # mkdtemp makes private folders; a shared MORPH_HOME wants the usual rights.

@@ -12,7 +12,7 @@ import torch
 from morph.kernels.interface import Kernels
 from morph.kernels.torch_backend import TorchKernels
 
-__all__ = ["get_kernels"]
+__all__ = ["get_kernels", "native_library"]
 
 _log = logging.getLogger(__name__)
 
@@ -30,18 +30,28 @@ def get_kernels(device: torch.device | str, dtype: torch.dtype, num_kv_heads: in
         KernelBuildError: `native` is forced and cannot be built.
         ValueError: MORPH_KERNELS has another value.
     """
+    if torch.device(device).type != "cpu" or (library := native_library()) is None:
+        return TorchKernels(device, dtype, num_kv_heads)
+    from morph.kernels.native_backend import NativeKernels
+
+    return NativeKernels(library, dtype, num_kv_heads)
+
+
+def native_library() -> CDLL | None:
+    """The compiled CPU kernels, or None where MORPH_KERNELS says torch or they cannot be built.
+
+    Raises:
+        KernelBuildError: `native` is forced and cannot be built.
+        ValueError: MORPH_KERNELS has another value.
+    """
     choice = os.environ.get("MORPH_KERNELS", "auto")
     if choice not in ("auto", "torch", "native"):
         raise ValueError(f"MORPH_KERNELS is {choice!r}; use torch, native or auto")
-    if torch.device(device).type != "cpu" or choice == "torch":
-        return TorchKernels(device, dtype, num_kv_heads)
+    if choice == "torch":
+        return None
     from morph.kernels.build import load_library
-    from morph.kernels.native_backend import NativeKernels
 
-    library = load_library() if choice == "native" else _library()
-    if library is None:
-        return TorchKernels(device, dtype, num_kv_heads)
-    return NativeKernels(library, dtype, num_kv_heads)
+    return load_library() if choice == "native" else _library()
 
 
 @functools.cache

@@ -84,9 +84,7 @@ class PageTables:
         self.pool = pool
         self.layout = layout
         self.num_blocks = config.num_blocks
-        self.table = torch.full(
-            (slots, config.num_blocks, layout.width), SINK, dtype=torch.int32, device=device
-        )
+        self.table = torch.full((slots, config.num_blocks, layout.width), SINK, dtype=torch.int32, device=device)
         taps = config.ssm.conv_width - 1 if config.ssm else 0
         self.conv_tails = torch.zeros((slots, config.num_blocks, taps, config.qkv_size), device=device)
         self._host: npt.NDArray[np.int32] = (

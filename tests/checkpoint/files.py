@@ -17,9 +17,7 @@ from morph.config import ModelConfig
 Tensors = dict[str, torch.Tensor]
 
 
-def hf_config_json(
-    config: ModelConfig, architecture: str = "LlamaForCausalLM", **changes: Any
-) -> dict[str, Any]:
+def hf_config_json(config: ModelConfig, architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[str, Any]:
     """`config.json` of a Hugging Face folder."""
     return {
         "architectures": [architecture],

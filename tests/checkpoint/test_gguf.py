@@ -106,9 +106,7 @@ def test_mixed_types_are_read_by_their_own(model: tuple[ModelConfig, Tensors], t
         assert (source.get(name) - tensor).abs().max() <= 0.15 * tensor.abs().max(), name
 
 
-def test_eps_and_theta_are_the_decimals_that_were_meant(
-    model: tuple[ModelConfig, Tensors], tmp_path: Path
-) -> None:
+def test_eps_and_theta_are_the_decimals_that_were_meant(model: tuple[ModelConfig, Tensors], tmp_path: Path) -> None:
     config, tensors = model
     found = open_model(write_gguf(tmp_path / "m.gguf", config, tensors)).config
     assert (found.rms_norm_eps, found.rope_theta) == (1e-05, 100000.0)
@@ -133,17 +131,13 @@ def test_llama3_factors_come_back_as_the_scaling_they_were_made_from(factor: flo
     config = tiny_config(ssm=False, rope_theta=500000.0, rope_scaling=scaling)
     plain = tiny_config(ssm=False, rope_theta=500000.0)
     factors = (inverse_frequencies(plain) / inverse_frequencies(config)).numpy()
-    path = write_gguf(
-        tmp_path / "m.gguf", config, tiny_tensors(config)[0], extra={"rope_freqs.weight": factors}
-    )
+    path = write_gguf(tmp_path / "m.gguf", config, tiny_tensors(config)[0], extra={"rope_freqs.weight": factors})
     found = open_model(path).config
     assert found.rope_scaling == scaling
     assert torch.allclose(inverse_frequencies(found), inverse_frequencies(config), rtol=1e-6)
 
 
-def test_other_rope_factors_and_scalings_are_refused(
-    model: tuple[ModelConfig, Tensors], tmp_path: Path
-) -> None:
+def test_other_rope_factors_and_scalings_are_refused(model: tuple[ModelConfig, Tensors], tmp_path: Path) -> None:
     config, tensors = model
     strange = np.linspace(1, 3, config.head_dim // 2, dtype=np.float32)
     path = write_gguf(tmp_path / "a.gguf", config, tensors, extra={"rope_freqs.weight": strange})
@@ -163,9 +157,7 @@ def test_other_rope_factors_and_scalings_are_refused(
 # ---- what is refused
 
 
-def test_another_architecture_is_named_with_those_that_work(
-    model: tuple[ModelConfig, Tensors], tmp_path: Path
-) -> None:
+def test_another_architecture_is_named_with_those_that_work(model: tuple[ModelConfig, Tensors], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match="'mamba' is not supported; use one of llama, qwen3"):
         open_model(write_gguf(tmp_path / "m.gguf", *model, arch="mamba"))
 
@@ -176,9 +168,7 @@ def test_biases_and_experts_are_refused_by_name(model: tuple[ModelConfig, Tensor
         open_model(write_gguf(tmp_path / "m.gguf", *model, extra=bias))
 
 
-def test_an_unknown_tensor_type_is_refused_by_name(
-    model: tuple[ModelConfig, Tensors], tmp_path: Path
-) -> None:
+def test_an_unknown_tensor_type_is_refused_by_name(model: tuple[ModelConfig, Tensors], tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"norm\.weight has type F64"):
         open_model(write_gguf(tmp_path / "m.gguf", *model, extra={"blk.0.norm.weight": np.zeros(4)}))
 
@@ -199,9 +189,7 @@ def test_a_missing_tensor_is_named(model: tuple[ModelConfig, Tensors], tmp_path:
 # ---- damage
 
 
-def test_a_file_cut_anywhere_is_corrupt_and_says_what_to_do(
-    model: tuple[ModelConfig, Tensors], tmp_path: Path
-) -> None:
+def test_a_file_cut_anywhere_is_corrupt_and_says_what_to_do(model: tuple[ModelConfig, Tensors], tmp_path: Path) -> None:
     whole = write_gguf(tmp_path / "m.gguf", *model).read_bytes()
     broken = tmp_path / "cut.gguf"
     for size in [0, 3, 8, 20, 24, 100, 1000, 5000, 8000, len(whole) // 2, len(whole) - 200]:

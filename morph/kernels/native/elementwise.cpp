@@ -72,21 +72,29 @@ MORPH_API void morph_gate_silu_mul(float* o, const float* z, long rows, long n, 
     for (long row = 0; row < rows; row++) silu_mul_row(z + row * n, o + row * n, o + row * n, n);
 }
 
-// acc[d] += x[rows][d] in float64, row after row for every element.
+// acc[d] += x[rows][d] in float64: rows in tiles of 64, each summed row after row, then the tiles in order. Threads take
+// rows, as the norm that wrote them does, so that they find them in their own cache.
 MORPH_API void morph_sum_tokens(double* acc, const float* x, long stride, long rows, long d, int threads) {
-    constexpr long STEP = 64;
+    constexpr long TILE = 64, STEP = 64;
+    static thread_local Scratch scratch;
+    const long tiles = ceil_div(rows, TILE);
+    double* parts = static_cast<double*>(scratch.bytes(std::max(1L, tiles) * d * sizeof(double)));
 #pragma omp parallel for num_threads(threads) schedule(static) if (rows * d > PARALLEL)
-    for (long first = 0; first < d; first += STEP) {
-        double sums[STEP];
-        long n = std::min(STEP, d - first);
-        std::memcpy(sums, acc + first, n * sizeof(double));
-        if (n == STEP) {
-            for (long row = 0; row < rows; row++)
-                for (long i = 0; i < STEP; i++) sums[i] += static_cast<double>(x[row * stride + first + i]);
-        } else {
-            for (long row = 0; row < rows; row++)
-                for (long i = 0; i < n; i++) sums[i] += static_cast<double>(x[row * stride + first + i]);
+    for (long tile = 0; tile < tiles; tile++) {
+        const long begin = tile * TILE, end = std::min(rows, begin + TILE);
+        for (long first = 0; first < d; first += STEP) {
+            const long n = std::min(STEP, d - first);
+            double sums[STEP] = {};
+            if (n == STEP) {
+                for (long row = begin; row < end; row++)
+                    for (long i = 0; i < STEP; i++) sums[i] += x[row * stride + first + i];
+            } else {
+                for (long row = begin; row < end; row++)
+                    for (long i = 0; i < n; i++) sums[i] += x[row * stride + first + i];
+            }
+            std::memcpy(parts + tile * d + first, sums, n * sizeof(double));
         }
-        std::memcpy(acc + first, sums, n * sizeof(double));
     }
+    for (long tile = 0; tile < tiles; tile++)
+        for (long i = 0; i < d; i++) acc[i] += parts[tile * d + i];
 }

@@ -1,0 +1,1 @@
+"""Training of the SSM mixers: alignment with attention block by block, then distillation under sampled layouts."""
