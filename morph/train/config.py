@@ -19,6 +19,7 @@ class RunConfig:
     seed: int
     dtype: str
     compile: bool | str
+    graphs: bool
     log_every: int
     checkpoint_seconds: float
     keep: int

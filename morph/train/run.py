@@ -29,7 +29,7 @@ from morph.train.trunk import Trunk
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-FREE_KEYS = ("compile", "log_every", "checkpoint_seconds", "keep")
+FREE_KEYS = ("compile", "graphs", "log_every", "checkpoint_seconds", "keep")
 """Keys of [run] that may change when a run goes on."""
 
 
@@ -101,7 +101,10 @@ def _run(options: Options, group: Group, started: float, say: Callable[[str], No
             for name, parameter in parameters.items():
                 parameter.copy_(tensors[f"parameter.{name}"])
     shape = source.config
-    check = require_right_gradients(group.device, shape.num_heads, shape.head_dim)
+    window = shape.ssm.window if shape.ssm else 0
+    check = require_right_gradients(
+        group.device, shape.num_heads, shape.head_dim, shape.num_kv_heads, DTYPES[dtype_name], window
+    )
     if check is not None:
         say(f"gradients of the fast kernels agree with float32 torch: {check}")
     compiled = group.device.type == "cuda" if config.run.compile == "auto" else bool(config.run.compile)

@@ -16,6 +16,7 @@ from torch import nn
 from morph.errors import MorphError
 from morph.train.config import DistillConfig, RunConfig, StageConfig
 from morph.train.evaluate import evaluate_layouts, rank_blocks
+from morph.train.graphs import CapturedStep
 from morph.train.layouts import free_blocks, step_layouts
 from morph.train.optimizer import MixerOptimizer
 from morph.train.parallel import Group
@@ -54,6 +55,7 @@ class StageRunner:
     def __post_init__(self) -> None:
         self.optimizer = MixerOptimizer(self.parameters, self.config)
         self.evaluations: dict[str, float] = {}
+        self._captured: dict[tuple[torch.Size, float], CapturedStep] = {}
         self._saved_at = time.monotonic()
         self._saved_step = self.position.step
 
@@ -139,7 +141,7 @@ class StageRunner:
         tokens = self._on_device(batch.tokens)
         share = len(tokens) / rows
         if not isinstance(self.config, DistillConfig):
-            errors = align(self.trunk, tokens, share)
+            errors = self._align(tokens, share)
             trained = sum(mixer is not None for mixer in self.trunk.mixers)
             return errors.sum()[None] * (share / trained)
         config = self.config
@@ -155,6 +157,18 @@ class StageRunner:
             config.hidden_every,
         )  # fmt: skip
         return torch.cat([result.kl, result.hidden[None]]) * share
+
+    def _align(self, tokens: torch.Tensor, share: float) -> torch.Tensor:
+        """Errors per block, by a captured step where that is wanted and the rows have its shape."""
+        if self.trunk.compiled and tokens.is_cuda and self.run.graphs:
+            key = (tokens.shape, share)
+            if key not in self._captured:
+                held = self.optimizer.gradient.clone()
+                self._captured.clear()  # graphs keep their memory
+                self._captured[key] = CapturedStep(lambda rows: align(self.trunk, rows, share), tokens)
+                self.optimizer.gradient.copy_(held)
+            return self._captured[key](tokens)
+        return align(self.trunk, tokens, share)
 
     @staticmethod
     def _hidden_weight(config: DistillConfig, step: int) -> float:

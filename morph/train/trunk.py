@@ -17,12 +17,14 @@ from torch.nn import functional as F
 
 from morph.config import ModelConfig
 from morph.errors import InvalidRequest
+from morph.kernels.causal_conv import causal_conv, has_causal_conv
+from morph.kernels.flash_window import flash_window, has_flash_window
 from morph.kernels.gated_delta import chunk_gated_delta_rule
 from morph.model.attention import Rope
 from morph.model.model import MorphModel
-from morph.model.rope import apply_rope
-from morph.model.ssm.gated_delta_net import mixer_inputs, mixer_output, window_attention
+from morph.model.ssm.gated_delta_net import GatedDeltaNet, causal_depthwise, mixer_output, window_attention
 from morph.train.kl import kl_and_gradient
+from morph.train.packed import normalised_heads, project, rotate_heads, rotated_heads, spread_heads
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,15 @@ def attend(
         heads: query heads, kv heads, width of a head.
     """
     query, keys, width = heads
-    q, k, v = F.linear(x, qkv).unflatten(-1, (-1, width)).split([query, keys, keys], dim=-2)
+    packed = F.linear(x, qkv).unflatten(-1, (-1, width))
     if norms[0] is not None and norms[1] is not None:
-        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
-    q, k = apply_rope(q, *rope), apply_rope(k, *rope)
-    k, v = (t.repeat_interleave(query // keys, dim=2) for t in (k, v))
+        q, k, v = packed.split([query, keys, keys], dim=-2)
+        packed = torch.cat([rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps), v], dim=-2)
+    q, k, v = rotate_heads(packed, rope, query + keys).split([query, keys, keys], dim=-2)
+    if not x.is_cuda:  # the CUDA kernels read each kv head where it lies
+        k, v = (t.repeat_interleave(query // keys, dim=2) for t in (k, v))
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=x.is_cuda)
     return F.linear(mixed.transpose(1, 2).flatten(2), out)
 
 
@@ -140,8 +144,11 @@ class Trunk:
         self.mixers = [block.ssm for block in model.layers]
         wrap: Callable[[Any], Any] = torch.compile if compiled else lambda function: function
         self._attend, self._finish, self._norm = wrap(attend), wrap(finish), wrap(rms_norm)
-        self._inputs, self._output, self._window = wrap(mixer_inputs), wrap(mixer_output), wrap(window_attention)
-        self._compiled = compiled
+        self._project, self._heads, self._output = wrap(project), wrap(normalised_heads), wrap(mixer_output)
+        self._window, self._rotated = wrap(window_attention), wrap(rotated_heads)
+        self._conv = causal_conv if has_causal_conv(self.device) else wrap(causal_depthwise)
+        self._flash_window = has_flash_window(self.device, self.dtype)
+        self.compiled = compiled
         self.sequence_error, self.token_error = wrap(squared_error_ratio), wrap(token_error_ratio)
         self.kl_core = wrap(kl_and_gradient)
 
@@ -174,14 +181,14 @@ class Trunk:
     def rope(self, length: int) -> Rope:
         """Rotary tables of the first `length` positions."""
         cos, sin = self.model.rope(length, self.device)
-        if self._compiled:
+        if self.compiled:
             for table in (cos, sin):
                 torch._dynamo.maybe_mark_dynamic(table, 0)
         return cos, sin
 
     def _any_size(self, x: torch.Tensor) -> None:
         """Compile once for all numbers of rows and all lengths: both change from block to block and in the schedule."""
-        if self._compiled:
+        if self.compiled:
             torch._dynamo.maybe_mark_dynamic(x, 0)
             torch._dynamo.maybe_mark_dynamic(x, 1)
 
@@ -198,16 +205,30 @@ class Trunk:
         mixer = self.mixers[index]
         assert mixer is not None, "a layout asks for the ssm of a block that has none"
         self._any_size(x)
-        projected, q, k, v, g, beta = self._inputs(x, mixer.input_weights(), mixer.sizes)
-        recurrent, _ = chunk_gated_delta_rule(q, k, v, g, beta)
-        window = None
-        if mixer.ssm.window:
-            self._any_size(projected)
-            window = self._window(projected, rope, mixer.sizes, mixer.ssm.window)
-            self._any_size(window)
+        qkv, conv, ab, ab_bias = mixer.input_weights()
+        projected, logits = self._project(x, (qkv, ab, ab_bias))
+        self._any_size(projected)
+        self._any_size(logits)
+        convolved = self._conv(projected, conv)
+        self._any_size(convolved)
+        heads, g, beta = self._heads(convolved, logits, mixer.sizes)
+        recurrent, _ = chunk_gated_delta_rule(*spread_heads(heads, mixer.sizes), g, beta)
+        window = self._attend_near(projected, rope, mixer) if mixer.ssm.window else None
         self._any_size(recurrent)
         out: torch.Tensor = self._output(x, recurrent, window, mixer.output_weights())
         return out
+
+    def _attend_near(self, projected: torch.Tensor, rope: Rope, mixer: GatedDeltaNet) -> torch.Tensor:
+        """Window attention `[batch, tokens, heads, head_dim]` from projected q, k, v."""
+        sizes, window = mixer.sizes, mixer.ssm.window
+        if self._flash_window:
+            counts = [width // sizes.head_dim for width in (sizes.q, sizes.kv, sizes.kv)]
+            q, k, v = self._rotated(projected, rope, sizes).split(counts, dim=-2)
+            near = flash_window(q, k, v, window)
+        else:
+            near = self._window(projected, rope, sizes, window)
+        self._any_size(near)
+        return near
 
     def finish(self, index: int, hidden: torch.Tensor, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rest of a block; returns the stream and the normed input of the next block, or of the head."""
@@ -216,7 +237,7 @@ class Trunk:
         following = self.model.norm.weight if last else self.blocks[index + 1].input_norm
         # Flat rows: one compiled shape for the base and for any number of layouts of as many tokens.
         rows = [t.reshape(-1, t.shape[-1]) for t in (hidden, mixed)]
-        if self._compiled:
+        if self.compiled:
             for tensor in rows:
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
         stream, normed = self._finish(*rows, block.post_norm, block.gate_up, block.down, following, self.eps)
