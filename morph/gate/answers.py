@@ -152,16 +152,29 @@ def _sample_batch(
             break
         at = lengths + step
         rope = (cos[at][:, None], sin[at][:, None])
-        mask = (keys[None, :] <= at[:, None])[:, None, None, :]
+        mask = torch.where(keys[None, :] <= at[:, None], 0.0, -torch.inf)[:, None, None, :]
         hidden = model.embedding(token)[:, None].float()
         for block, cache in zip(model.layers, caches, strict=True):
             assert block.attention is not None
             q, k, v = block.attention.project(block.input_norm(hidden), rope)
             cache[0, rows, :, at], cache[1, rows, :, at] = k[:, :, 0], v[:, :, 0]
-            hidden = block.finish(hidden, block.attention.attend(q, cache[0], cache[1], mask))
+            mixed = block.attention.o_proj(_attend_cache(q, cache[0], cache[1], mask))
+            hidden = block.finish(hidden, mixed)
         state = hidden[:, 0]
     made = torch.stack(steps, dim=1).tolist()
     return [[token for token in row if token >= 0] for row in made]
+
+
+def _attend_cache(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Attention of one token per row over its cache, `[rows, 1, q heads * head_dim]`; the cache is read as it lies.
+
+    Args:
+        q: `[rows, heads, 1, head_dim]`. k, v: `[rows, kv heads, room, head_dim]`. mask: float32 `[rows, 1, 1, room]`.
+    """
+    rows, heads, _, width = q.shape
+    grouped = q.reshape(rows, k.shape[1], heads // k.shape[1], width)
+    scores = (grouped @ k.transpose(-1, -2)).float() * width**-0.5 + mask
+    return (scores.softmax(-1).to(v.dtype) @ v).reshape(rows, 1, heads * width)
 
 
 def _inverse_cdf(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ block, so fixed layouts and gated ones run in the same batch, block by block, as
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +16,20 @@ import torch
 from morph.config import ModelConfig
 from morph.gate.answers import Requests
 from morph.model.model import MorphModel
+from morph.train.trunk import Trunk
 
 Utility = Callable[[int, torch.Tensor], torch.Tensor]
 """û of a block from features float32 `[rows, 2 * hidden + 1]`; float32 `[rows]`."""
+
+
+_TRUNKS: weakref.WeakKeyDictionary[MorphModel, Trunk] = weakref.WeakKeyDictionary()
+
+
+def trunk_of(model: MorphModel) -> Trunk:
+    """The model in the form that is fast for whole sequences, compiled on CUDA; made once per model."""
+    if model not in _TRUNKS:
+        _TRUNKS[model] = Trunk(model, compiled=model.embedding.weight.is_cuda, teacher=False)
+    return _TRUNKS[model]
 
 
 @dataclass
@@ -161,10 +173,10 @@ def _measure_batch(
     utilities: list[torch.Tensor] = []
     # Rows that agree so far share one hidden state: `state_of` says which, `job_of` whose prompt a state belongs to.
     state_of, job_of = owner, torch.arange(len(jobs))
-    rope = model.rope(longest, device)
-    hidden = model.embedding(tokens.to(device)).float()
-    for number, block in enumerate(model.layers):
-        normed = block.input_norm(hidden)
+    trunk = trunk_of(model)
+    rope = trunk.rope(longest)
+    hidden, normed = trunk.embed(tokens.to(device))
+    for number in range(blocks):
         bits = rules[:, number] < 0
         if keep_features or gated:
             jobs_here = job_of.to(device)
@@ -184,12 +196,15 @@ def _measure_batch(
         no = branches[branches >= len(job_of)] - len(job_of)
         source = torch.cat([yes, no])
         job_of = job_of[source]
-        hidden = block.finish(hidden[source.to(device)], block.branch(normed, yes.tolist(), no.tolist(), rope))
+        # A state may be in both parts: what follows from one prefix under two layouts is computed from there on only.
+        paths = ((trunk.attention, yes), (trunk.ssm, no))
+        mixed = torch.cat([mix(number, normed[part.to(device)], rope) for mix, part in paths if len(part)])
+        hidden, normed = trunk.finish(number, hidden[source.to(device)], mixed)
 
     loss = torch.full((len(owner),), math.nan)
     keep = torch.ones(len(owner), dtype=torch.bool)
     if losses:
-        loss = _answer_loss(model, hidden, state_of, [requests.answers[r] for r, _ in jobs], lengths, sizes)
+        loss = _answer_loss(trunk, normed, state_of, [requests.answers[r] for r, _ in jobs], lengths, sizes)
         keep[torch.tensor([0, *sizes[:-1]]).cumsum(0)] = False
     return Measurement(
         torch.tensor([jobs[j][0] for j in owner.tolist()])[keep],
@@ -201,8 +216,8 @@ def _measure_batch(
 
 
 def _answer_loss(
-    model: MorphModel,
-    hidden: torch.Tensor,
+    trunk: Trunk,
+    normed: torch.Tensor,
     state_of: torch.Tensor,
     answers: list[list[int]],
     lengths: list[int],
@@ -210,11 +225,11 @@ def _answer_loss(
 ) -> torch.Tensor:
     """KL(base || row), mean over the answer's tokens, float32 `[rows]`; the first row of each job is the base."""
     # The head runs in float32: bfloat16 logits would round by more than a small KL.
-    weight = (model.embedding.weight if model.head is None else model.head.weight).float()
+    weight = trunk.head.float()
     results, first = [], 0
     for answer, length, size in zip(answers, lengths, sizes, strict=True):
-        states = state_of[first : first + size].to(hidden.device)
-        state = model.norm(hidden[states, length - 1 : length + len(answer) - 1])
+        states = state_of[first : first + size].to(normed.device)
+        state = normed[states, length - 1 : length + len(answer) - 1]
         log_probs = (state.float() @ weight.T).log_softmax(-1)
         base = log_probs[:1]
         results.append((base.exp() * (base - log_probs)).sum(-1).mean(-1))

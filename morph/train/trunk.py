@@ -32,10 +32,10 @@ class FrozenBlock:
     """Weights of one block of the base; q, k, v and gate, up are concatenated."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: torch.Tensor | None
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    out: torch.Tensor
+    out: torch.Tensor | None
     post_norm: torch.Tensor
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -121,18 +121,26 @@ def _joined(*layers: nn.Linear) -> torch.Tensor:
 
 
 class Trunk:
-    """Base and mixers of a model for training.
+    """Base and mixers of a model for training, and for measurements of whole sequences.
 
     Args:
         model: base in the compute dtype and frozen; mixers float32. Every block needs its attention, the teacher.
         compiled: compile the functions between the kernels with torch.compile.
         layouts: shape whose static blocks bind the layouts; None = the model's own.
+        teacher: every block needs its attention; False takes blocks as they are, for measurements.
 
     Raises:
         InvalidRequest: a block has no attention.
     """
 
-    def __init__(self, model: MorphModel, compiled: bool = False, layouts: ModelConfig | None = None) -> None:
+    def __init__(
+        self,
+        model: MorphModel,
+        compiled: bool = False,
+        layouts: ModelConfig | None = None,
+        teacher: bool = True,
+    ) -> None:
+        self.teaches = teacher
         self.model, self.config = model, model.config
         self.layout_config = layouts or model.config
         self.device, self.dtype = model.embedding.weight.device, model.embedding.weight.dtype
@@ -155,14 +163,15 @@ class Trunk:
     def _frozen(self, index: int) -> FrozenBlock:
         block = self.model.layers[index]
         attention = block.attention
-        if attention is None:
+        if attention is None and self.teaches:
             raise InvalidRequest(f"block {index} has no attention to learn from; name the base model as the teacher")
+        normed = attention is not None and self.config.qk_norm
         return FrozenBlock(
             block.input_norm.weight,
-            _joined(attention.q_proj, attention.k_proj, attention.v_proj),
-            attention.q_norm.weight if self.config.qk_norm else None,
-            attention.k_norm.weight if self.config.qk_norm else None,
-            attention.o_proj.weight,
+            None if attention is None else _joined(attention.q_proj, attention.k_proj, attention.v_proj),
+            attention.q_norm.weight if attention is not None and normed else None,
+            attention.k_norm.weight if attention is not None and normed else None,
+            None if attention is None else attention.o_proj.weight,
             block.post_norm.weight,
             _joined(block.mlp.gate_proj, block.mlp.up_proj),
             block.mlp.down_proj.weight,
@@ -195,6 +204,7 @@ class Trunk:
     def attention(self, index: int, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         """The base's mixer of a block: `[batch, tokens, hidden]`."""
         block, config = self.blocks[index], self.config
+        assert block.qkv is not None, "a layout asks for the attention of a block that has none"
         self._any_size(x)
         heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         out: torch.Tensor = self._attend(x, rope, block.qkv, block.out, (block.q_norm, block.k_norm), heads, self.eps)
