@@ -43,7 +43,7 @@ def chunk_gated_delta_rule(
 
     On CUDA with fla-core the matmuls run in the dtype of `q`, `k` and `v` (state and gates in float32) and float32
     inputs are therefore left to the reference, which is exact; without fla-core there is one warning. Without gradients
-    batched matmuls do the same, with nothing to compile per shape.
+    batched matmuls do the same, with nothing to compile per shape (fla compiles one kernel for each number of rows).
 
     Args:
         q, k, v: `[batch, tokens, heads, head_dim]`, q and k L2-normalised.
