@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from morph.server import errors
+from morph.server import dashboard, errors
 from morph.server.body import MAX_BODY_BYTES, read_json
 from morph.server.chat import chat_completions
 from morph.server.completions import completions
 from morph.server.fields import parse
 from morph.server.interface import ServedEngine, max_context, text_of
 from morph.server.prompts import encode_chat, encode_text
+from morph.server.recorder import ObservedEngine, Recorder
 from morph.server.schema import DetokenizeBody, TokenizeBody
 from morph.server.serving import Serving
 
@@ -27,6 +28,8 @@ def create_app(engine: ServedEngine, model_name: str | None = None, max_body_byt
         model_name: name that clients use; None = the engine's.
         max_body_bytes: larger request bodies are refused with 413.
     """
+    recorder = Recorder(engine)
+    engine = cast(ServedEngine, ObservedEngine(engine, recorder))
     serving = Serving(engine, model_name, max_body_bytes)
     app = FastAPI(title="Morph", description="OpenAI-compatible; see the docs for the `morph` object.")
     app.state.serving = serving
@@ -89,6 +92,7 @@ def create_app(engine: ServedEngine, model_name: str | None = None, max_body_byt
                 raise errors.bad_request(f"token id {token} is outside the vocabulary of {size}", "tokens")
         return JSONResponse({"prompt": text_of(engine.tokenizer, body.tokens)})
 
+    dashboard.install(app, recorder, serving.model_name)
     return app
 
 
