@@ -266,22 +266,18 @@ def _key_value_item(draw: Draw, rng: random.Random, name: str, pairs: dict[str, 
     others = [k for k in pairs if k != key]
     kept = set(rng.sample(others, min(wanted - 1, len(others)))) | {key}
     body = json.dumps({k: v for k, v in pairs.items() if k in kept}, indent=0)
-    message = f'{body}\n\nWhat is the value of the key "{key}"?'
-    return Item(name, message, references=(pairs[key],), max_tokens=64, chat=True)
+    text = f'{body}\n\nThe value of the key "{key}" is "'
+    return Item(name, text, references=(pairs[key],), max_tokens=40, stop=('"', "\n"))
 
 
-def made_key_value(draw: Draw) -> list[Item]:
-    """As `key_value`, with keys and values of eight hex digits made here."""
-    items = []
-    for number in range(draw.count or 50):
-        rng = draw.rng("made-kv", number)
-        pairs = {f"{rng.getrandbits(32):08x}": f"{rng.getrandbits(32):08x}" for _ in range(400)}
-        items.append(_key_value_item(draw, rng, f"kv-{number}", pairs, rng.choice(list(pairs))))
-    return items
+PASSKEY_ASK = "There is an important pass key hidden in the text below. Find it and remember it."
 
 
 def passkey(texts: str) -> Callable[[Draw], list[Item]]:
-    """A number in a sentence between other texts (Mohtashami & Jaggi, 2023); `texts` names the set they come from."""
+    """A number in a sentence between other texts (Mohtashami & Jaggi, 2023); `texts` names the set they come from.
+
+    The answer is begun, as in the original: small models that are asked in a chat talk about keys instead.
+    """
 
     def build(draw: Draw) -> list[Item]:
         rows = draw.source.rows(texts)
@@ -290,11 +286,11 @@ def passkey(texts: str) -> Callable[[Draw], list[Item]]:
         for number in range(draw.count or 50):
             rng = draw.rng("passkey", number)
             key = str(rng.randrange(10_000, 100_000))
-            needle = f"The pass key is {key}. Remember it."
+            needle = f"The pass key is {key}. Remember it. {key} is the pass key."
             parts = until_long(draw, rng, needle, filler)
             parts.insert(rng.randrange(len(parts) + 1), needle)
-            message = "\n\n".join(parts) + "\n\nWhat is the pass key?"
-            items.append(Item(f"passkey-{number}", message, references=(key,), max_tokens=24, chat=True))
+            text = "\n\n".join([PASSKEY_ASK, *parts, "What is the pass key? The pass key is"])
+            items.append(Item(f"passkey-{number}", text, references=(key,), max_tokens=12, stop=("\n",)))
         return items
 
     return build
@@ -379,7 +375,6 @@ DATASETS = {
         Dataset("passkey", "retrieval", ("contains",), "contains", passkey("squad")),
         Dataset("key_value", "retrieval", ("contains",), "contains", key_value),
         Dataset("passkey_made", "retrieval", ("contains",), "contains", passkey("scitldr")),
-        Dataset("key_value_made", "retrieval", ("contains",), "contains", made_key_value),
         Dataset("qmsum", "summary", ROUGE, "rougeL", qmsum),
         Dataset("minilongbench", "mixed", ("score",), "score", minilongbench),
     )
@@ -415,8 +410,7 @@ SUITES = {
             "openbookqa_long": 5,
             "scitldr": 12,
             "scitldr_long": 5,
-            "passkey_made": 6,
-            "key_value_made": 6,
+            "passkey_made": 8,
         },
         (1600, 2600),
         packaged=True,

@@ -262,7 +262,14 @@ def find_ranking(
     if not kept.exists():
         items = calibration_items(draw, names)
         found = measured_ranking(
-            llm.source, llm.tokenizer, items, llm.source.config, DTYPES[options.dtype], options.device, options.seed, note
+            llm.source,
+            llm.tokenizer,
+            items,
+            llm.source.config,
+            DTYPES[options.dtype],
+            options.device,
+            options.seed,
+            note,
         )
         write_json(kept, {"ranking": found})
     return given_ranking(str(kept), blocks)
@@ -278,7 +285,10 @@ def _rows(part: Part, spec: Spec, oracle_items: int) -> int:
 def _run_all(llm: LLM, result: Evaluation, store: Store, note: Callable[[str], None]) -> None:
     blocks = result.config.num_blocks
     total = sum(
-        part.weight(i) for part in result.parts for spec in result.specs for i in range(_rows(part, spec, result.oracle_items))
+        part.weight(i)
+        for part in result.parts
+        for spec in result.specs
+        for i in range(_rows(part, spec, result.oracle_items))
     )
     progress = Progress(total)
     try:
@@ -344,9 +354,7 @@ def _groups(part: Part, pending: Sequence[int], tokens: int) -> Iterator[list[in
         yield group
 
 
-def _run_group(
-    llm: LLM, part: Part, spec: Spec, layouts: torch.Tensor | None, group: Sequence[int]
-) -> list[Record]:
+def _run_group(llm: LLM, part: Part, spec: Spec, layouts: torch.Tensor | None, group: Sequence[int]) -> list[Record]:
     params = [params_of(spec, None if layouts is None else layouts[i]) for i in group]
     items, prompts = [part.items[i] for i in group], [part.prompts[i] for i in group]
     records: list[Record] = []
@@ -373,9 +381,7 @@ def _run_group(
                 }
             )
         return records
-    asked = [
-        replace(one, max_tokens=item.max_tokens, stop=item.stop) for one, item in zip(params, items, strict=True)
-    ]
+    asked = [replace(one, max_tokens=item.max_tokens, stop=item.stop) for one, item in zip(params, items, strict=True)]
     for item, prompt, output in zip(items, prompts, llm.generate(prompts, asked), strict=True):
         if output.error or output.layout is None:
             raise MorphError(f"item {item.id!r} of {part.dataset.name} failed: {output.error}")

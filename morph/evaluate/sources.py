@@ -101,9 +101,7 @@ class FolderSource:
     def rows(self, name: str) -> list[Row]:
         """See `Source.rows`."""
         stem = FILES[name]
-        tried = [
-            self.folder / part / f"{stem}{ending}" for part in ("eval", "") for ending in (".jsonl.gz", ".jsonl")
-        ]
+        tried = [self.folder / part / f"{stem}{ending}" for part in ("eval", "") for ending in (".jsonl.gz", ".jsonl")]
         for path in tried:
             if path.is_file():
                 return in_fixed_order(read_rows(path))

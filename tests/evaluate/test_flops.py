@@ -74,7 +74,9 @@ def test_the_chunk_form_counts_its_products() -> None:
     x = torch.randn(1, n, heads, d)
     counter = FlopCounterMode(display=False)
     with counter:
-        chunk_gated_delta_rule(x, x / x.norm(dim=-1, keepdim=True), x, -torch.rand(1, n, heads), torch.rand(1, n, heads))
+        chunk_gated_delta_rule(
+            x, x / x.norm(dim=-1, keepdim=True), x, -torch.rand(1, n, heads), torch.rand(1, n, heads)
+        )
     assert 2 * recurrence_macs(config, n, "chunk") == counter.get_total_flops()
 
 
