@@ -1,8 +1,8 @@
 """The evaluation sets: from rows to prompts, in a short form and in a long one of 2k to 6k tokens.
 
 Short prompts run attention everywhere by the cost rule, since there it is both cheaper and better; they prove that
-nothing is lost. The long forms, many solved examples or distracting passages before the question, are where a layout has
-something to decide.
+nothing is lost. The long forms, many solved examples or distracting passages before the question, are where a layout
+has something to decide.
 """
 
 from __future__ import annotations
@@ -290,7 +290,7 @@ def passkey(texts: str) -> Callable[[Draw], list[Item]]:
             parts = until_long(draw, rng, needle, filler)
             parts.insert(rng.randrange(len(parts) + 1), needle)
             text = "\n\n".join([PASSKEY_ASK, *parts, "What is the pass key? The pass key is"])
-            items.append(Item(f"passkey-{number}", text, references=(key,), max_tokens=12, stop=("\n",)))
+            items.append(Item(f"passkey-{number}", text, references=(key,), max_tokens=12, stop=(".", "\n")))
         return items
 
     return build

@@ -4,14 +4,14 @@ A multiply-add counts as two. Counted are the products of matrices and of vector
 attention, the recurrence, the depthwise conv, the output gate's low-rank map, MLP, head. Not counted are norms,
 activations, softmax, RoPE and the embedding, which are linear in the width and below a percent together.
 
-Causal attention counts the keys that a token may see, n (n + 1) / 2 over a prompt; a kernel that computes whole tiles or
-masked scores does up to twice that (`causal=False` counts all n² for comparison with such a program).
+Causal attention counts the keys that a token may see, n (n + 1) / 2 over a prompt; a kernel that computes whole tiles
+or masked scores does up to twice that (`causal=False` counts all n² for comparison with such a program).
 
 The Gated DeltaNet has two forms with the same result. The *recurrent* one reads and writes the state token by token
-(kᵀS, the rank-one update, qᵀS: 3 · d_k · d_v multiply-adds per head) and is what decode does. The *chunk* one turns a prompt
-into products of matrices over chunks of C tokens (Yang et al., 2024, WY form): per head and chunk 5 · C² · d for the
-five C×C products with keys, queries and values, 3 · C · d² for reading and writing the state, and the inverse of a unit lower
-triangular C×C matrix by merging halves. It does more operations in a form that hardware runs faster.
+(kᵀS, the rank-one update, qᵀS: 3 · d_k · d_v multiply-adds per head) and is what decode does. The *chunk* one turns a
+prompt into products of matrices over chunks of C tokens (Yang et al., 2024, WY form): per head and chunk 5 · C² · d
+for the five C×C products with keys, queries and values, 3 · C · d² for reading and writing the state, and the inverse
+of a unit lower triangular C×C matrix by merging halves. It does more operations in a form that hardware runs faster.
 """
 
 from __future__ import annotations

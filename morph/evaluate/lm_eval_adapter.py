@@ -4,8 +4,8 @@ Importing this module registers the model. lm-eval has no plug-in mechanism, so 
 the project's own task files (`morph/evaluate/data/lm_eval`, by their path), `python -m morph.evaluate.lm_eval_adapter`
 in place of `lm_eval` with the same arguments, or an import in Python before `simple_evaluate`.
 
-Texts are tokenized by lm-eval's rules, so that the base gets the figures of lm-eval's own `hf` model. Scoring goes through
-`LLM.score`: gates see the context and never an answer, and all choices of an item share its layout.
+Texts are tokenized by lm-eval's rules, so that the base gets the figures of lm-eval's own `hf` model. Scoring goes
+through `LLM.score`: gates see the context and never an answer, and all choices of an item share its layout.
 """
 
 from __future__ import annotations
@@ -206,7 +206,8 @@ class MorphLM(TemplateLM):
                     context_len=1,
                 )
             ]
-            scores = self._loglikelihood_tokens([(None, a, b) for a, b in windows], disable_tqdm=True)  # type: ignore[misc]
+            pairs: list[Any] = [(None, before, after) for before, after in windows]
+            scores = self._loglikelihood_tokens(pairs, disable_tqdm=True)
             total = sum(score for score, _ in scores)
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
             found.append(total)

@@ -1,7 +1,7 @@
-"""Functions of the offline task files in `data/lm_eval`: rows from a local folder, prompts and metrics as `morph eval`'s.
+"""Functions of the offline task files in `data/lm_eval`: rows from a folder, prompts and metrics as `morph eval`'s.
 
-The folder comes from the environment variable MORPH_EVAL_DATA or from `--metadata '{"data": "…"}'`; the package's samples
-serve where it has the set. Importing this module registers `--model morph`.
+The folder comes from the environment variable MORPH_EVAL_DATA or from `--metadata '{"data": "…"}'`; the package's
+samples serve where it has the set. Importing this module registers `--model morph`.
 """
 
 from __future__ import annotations

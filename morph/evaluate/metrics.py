@@ -1,7 +1,8 @@
 """How good an answer is, and how sure one can be of a mean.
 
-Exact match and F1 follow SQuAD's rules (Rajpurkar et al., 2016): lower case, without punctuation and articles. ROUGE is the
-package `rouge-score` with stemming (Lin, 2004). The scores of MiniLongBench's tasks follow LongBench (Bai et al., 2024).
+Exact match and F1 follow SQuAD's rules (Rajpurkar et al., 2016): lower case, without punctuation and articles. ROUGE
+is the package `rouge-score` with stemming (Lin, 2004). The scores of MiniLongBench's tasks follow LongBench (Bai et
+al., 2024).
 """
 
 from __future__ import annotations

@@ -36,6 +36,11 @@ class Progress:
             return None
         return (self.total - self.done) / made * (time.monotonic() - self._began_at)
 
+    def skip(self, tokens: float) -> None:
+        """Count work that was found finished: it says nothing about this run's speed."""
+        self.done += tokens
+        self._begun += tokens
+
     def advance(self, tokens: float, text: str) -> None:
         """Count finished work; `text` says what is being done."""
         self.done += tokens

@@ -17,7 +17,16 @@ from morph.engine.load import DTYPES
 from morph.errors import InvalidRequest, MorphError, UnsupportedModel
 from morph.evaluate.datasets import SUITES, Dataset, Draw, Suite, dataset
 from morph.evaluate.items import Item, check_tokenizer, prompt_tokens
-from morph.evaluate.layouts import Requests, Spec, assign, expand_oracle, params_of, parse_specs
+from morph.evaluate.layouts import (
+    Requests,
+    Spec,
+    assign,
+    expand_oracle,
+    params_of,
+    parse_specs,
+    undecided,
+    with_static_blocks,
+)
 from morph.evaluate.metrics import judge_choice, judge_text
 from morph.evaluate.progress import Progress
 from morph.evaluate.ranking import calibration_items, given_ranking, measured_ranking, recorded_ranking
@@ -299,10 +308,13 @@ def _run_all(llm: LLM, result: Evaluation, store: Store, note: Callable[[str], N
                 layouts = assign(spec, result.config, part.requests, result.ranking, gated, result.options.seed)
                 rows = range(_rows(part, spec, result.oracle_items))
                 done = _valid(store.read(part.dataset.name, spec.slug), part, layouts)
+                known = _known(mine, part, result.config, layouts, [i for i in rows if part.items[i].id not in done])
+                if known:
+                    store.append(part.dataset.name, spec.slug, known)
+                    done |= {record["id"]: record for record in known}
                 pending = [i for i in rows if part.items[i].id not in done]
                 kept = sum(part.weight(i) for i in rows) - sum(part.weight(i) for i in pending)
-                progress._begun += kept  # what was found finished says nothing about this run's speed
-                progress.advance(kept, f"{part.dataset.name} {spec.name}")
+                progress.skip(kept)
                 for group in _groups(part, pending, result.options.group_tokens):
                     records = _run_group(llm, part, spec, layouts, group)
                     store.append(part.dataset.name, spec.slug, records)
@@ -329,6 +341,32 @@ def _valid(found: dict[str, Record], part: Part, layouts: torch.Tensor | None) -
         if layouts is None or record["layout"] == _bits(layouts[row]):
             kept[item.id] = record
     return kept
+
+
+def _known(
+    finished: dict[str, dict[str, Record]],
+    part: Part,
+    config: ModelConfig,
+    layouts: torch.Tensor | None,
+    pending: Sequence[int],
+) -> list[Record]:
+    """Records of items that ran under the very same layout before, under another name: greedy answers of one layout are
+    equal. Of the gates' layouts, those of prompts that leave them no choice are known beforehand."""
+    if layouts is None:
+        saved = part.requests.saved
+        whole = with_static_blocks(config, torch.ones(len(part.items), config.num_blocks, dtype=torch.bool))
+        choice = undecided(config, saved)
+        wanted = {i: _bits(whole[i]) for i in pending if not bool(choice[i])}
+    else:
+        wanted = {i: _bits(layouts[i]) for i in pending}
+    found = []
+    for i, bits in wanted.items():
+        for name, records in finished.items():
+            record = records.get(part.items[i].id)
+            if record is not None and record["layout"] == bits:
+                found.append(record | {"same_as": record.get("same_as", name)})
+                break
+    return found
 
 
 def _bits(layout: torch.Tensor) -> str:

@@ -31,7 +31,7 @@ REFERENCE_LENGTHS = (1024, 2048, 4096, 8192)
 
 
 def agreement(part: Part, ours: Sequence[Record], base: Sequence[Record]) -> Array:
-    """Per item, 0…1: the same choice as the base by the set's primary metric, or the F1 of the words of both answers."""
+    """Per item, 0…1: the same choice as the base by the set's primary metric, or the F1 of both answers' words."""
     if part.dataset.scored:
         lengths = [
             [len(c) for c in item.choices] if part.dataset.primary == "acc_norm" else None for item in part.items
@@ -314,6 +314,23 @@ def by_kind(evaluation: Evaluation, sets: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def scores(evaluation: Evaluation, draws: int = 2000) -> dict[str, Any]:
+    """Mean over sets of the primary metric, by layout, with an interval over items within each set."""
+    out: dict[str, Any] = {}
+    for spec in evaluation.specs:
+        if spec.kind == "chain":
+            continue  # on a subset of the items
+        rng = np.random.default_rng(0)
+        values = [
+            _metric(_ordered(part, evaluation.records[part.dataset.name][spec.name]), part.dataset.primary)
+            for part in evaluation.parts
+        ]
+        means = np.mean([v[rng.integers(0, len(v), (draws, len(v)))].mean(1) for v in values], axis=0)
+        low, high = np.quantile(means, [0.025, 0.975])
+        out[spec.name] = Estimate(float(np.mean([v.mean() for v in values])), float(low), float(high)).to_dict(100)
+    return out
+
+
 def summarise(evaluation: Evaluation) -> dict[str, Any]:
     """All figures of an evaluation, plain JSON types."""
     sets = {part.dataset.name: summarise_set(part, evaluation) for part in evaluation.parts}
@@ -325,6 +342,7 @@ def summarise(evaluation: Evaluation) -> dict[str, Any]:
         "seconds": round(evaluation.seconds, 1),
         "layouts": [spec.name for spec in evaluation.specs],
         "ranking": evaluation.ranking,
+        "scores": scores(evaluation),
         "sets": sets,
         "not_inferior": {name: compare_with_base(evaluation, sets, name) for name in autos} if ssm else {},
         "auto_vs_static": against_static,

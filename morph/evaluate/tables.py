@@ -68,8 +68,8 @@ def set_table(name: str, entry: dict[str, Any]) -> Table:
         )
     tokens = entry["prompt_tokens"]
     about = (
-        f"{entry['items']} items, prompts of {tokens['min']}–{tokens['max']} tokens (mean {tokens['mean']:g}), answers of "
-        f"{entry['answer_tokens']:g}; `vs base` is the paired difference in {entry['primary']}"
+        f"{entry['items']} items, prompts of {tokens['min']}–{tokens['max']} tokens (mean {tokens['mean']:g}), answers "
+        f"of {entry['answer_tokens']:g}; `vs base` is the paired difference in {entry['primary']}"
     )
     alone = entry["all_attention_at_every_budget"]
     if alone:
@@ -79,6 +79,14 @@ def set_table(name: str, entry: dict[str, Any]) -> Table:
     if entry["discriminates"] is False:
         about += "; base − all-ssm is below 2 points, so comparisons here are judged by agreement"
     return Table(name, head, rows, about + ".")
+
+
+def score_table(summary: dict[str, Any]) -> Table:
+    """One figure per layout: the mean over the sets."""
+    rows = [[layout, estimate(value)] for layout, value in summary["scores"].items()]
+    return Table(
+        "Score", ["layout", "mean of the primary metrics"], rows, "Mean over the sets of each one's primary metric."
+    )
 
 
 def base_table(summary: dict[str, Any]) -> Table | None:
@@ -147,8 +155,8 @@ def saved_table(summary: dict[str, Any]) -> Table | None:
     if not rows:
         return None
     about = (
-        "Operations per token saved against all attention: at the set's own lengths, and with the layouts of the requests "
-        "that have a choice at fixed total lengths."
+        "Operations per token saved against all attention: at the set's own lengths, and with the layouts of the "
+        "requests that have a choice at fixed total lengths."
     )
     head = ["set and layout", "GFLOPs/token", "saved, own lengths", *(f"at {n}" for n in lengths)]
     return Table("FLOPs saved", head, [row + ["–"] * (len(head) - len(row)) for row in rows], about)
@@ -203,13 +211,17 @@ def oracle_table(summary: dict[str, Any]) -> Table | None:
                 )
     if not rows:
         return None
-    about = "The oracle picks each request's number of attention blocks in the static chain, knowing its result, at equal cost."
+    about = (
+        "The oracle picks each request's number of attention blocks in the static chain, knowing its result, at equal "
+        "cost."
+    )
     return Table("Oracle over counts", ["set and layout", "items", "auto", "oracle"], rows, about)
 
 
 def all_tables(summary: dict[str, Any]) -> list[Table]:
     """Every table that there are figures for: comparisons first, then set by set."""
     found = [
+        score_table(summary),
         base_table(summary),
         pair_table("Against static layouts at equal cost", summary["auto_vs_static"], "static"),
         pair_table("Against shuffled layouts", summary["auto_vs_shuffled"], "shuffled"),
