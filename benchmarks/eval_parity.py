@@ -45,7 +45,7 @@ def run(model: str, arguments: dict[str, Any], task: str, limit: int | None, dat
         batch_size=8,
         device="cpu",
         bootstrap_iters=0,
-        task_manager=TaskManager(metadata=metadata),
+        task_manager=TaskManager(metadata=metadata, include_defaults=False),
         verbosity="ERROR",
     )
     samples = found["samples"][f"morph_{task}"]
