@@ -102,5 +102,6 @@ def evaluate(
     except KeyboardInterrupt:
         errors.print(f"stopped; finished items are kept in {out}: run the same command again to go on")
         raise typer.Exit(130) from None
-    show(summary, Console())
+    terminal = Console()
+    show(summary, terminal if terminal.is_terminal else Console(width=160))
     typer.echo(f"written to {out}/results.json, {out}/results.md and {out}/plots")

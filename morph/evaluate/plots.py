@@ -76,6 +76,15 @@ def _quality(summary: dict[str, Any], x: Callable[[dict[str, Any]], float], xlab
     seen: dict[str, Any] = {}
     for name, axis in zip(names, axes, strict=False):
         entry = summary["sets"][name]
+        for kind in ("static", "auto"):
+            # Points of one kind at several budgets are a curve.
+            curve = sorted(
+                (x(figures), figures["metrics"][entry["primary"]]["value"])
+                for layout, figures in entry["layouts"].items()
+                if _kind(layout) == kind
+            )
+            if len(curve) > 1:
+                axis.plot(*zip(*curve, strict=True), color=COLOURS[kind], linewidth=0.8, alpha=0.6)
         for layout, figures in entry["layouts"].items():
             if layout.startswith("chain"):
                 continue  # a subset of the items

@@ -10,10 +10,11 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from morph.errors import CorruptFile, InvalidRequest
+from morph.errors import CorruptFile, InvalidRequest, UnsupportedModel
 from morph.evaluate.claims import Claim, claims_in, read_results
 from morph.evaluate.command import RESULTS
 from morph.evaluate.plots import draw_all
+from morph.evaluate.summary import SUMMARY_VERSION
 from morph.evaluate.tables import Table, all_tables
 
 STYLE = """
@@ -70,9 +71,14 @@ def read_evaluation(folder: Path) -> dict[str, Any]:
         )
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        found["sets"], found["about"]
-    except (OSError, ValueError, KeyError) as error:
+        version = found.get("version")
+    except (OSError, ValueError, AttributeError) as error:
         raise CorruptFile(f"{path} is not readable ({error!r}); run `morph eval` again with the same --out") from error
+    if version != SUMMARY_VERSION:
+        raise UnsupportedModel(
+            f"{path} has version {version!r}, this Morph reads {SUMMARY_VERSION}; run `morph eval` again with the same "
+            "--out: finished items are kept"
+        )
     return found
 
 
@@ -201,7 +207,7 @@ def build_report(results_folder: Path | None, evaluations: Sequence[Path]) -> st
         summaries[folder.resolve().name] = read_evaluation(folder)
     for file, content in results.items():
         summary = content.get("summary")
-        if isinstance(summary, dict) and "sets" in summary:
+        if isinstance(summary, dict) and summary.get("version") == SUMMARY_VERSION:
             summaries[file.removesuffix(".json")] = summary
     if not results and not summaries:
         raise InvalidRequest(

@@ -141,7 +141,8 @@ def source_of(options: Options, suite: Suite) -> Source:
 
 
 def fingerprint(llm: LLM) -> str:
-    """Of everything that decides answers and layouts: shapes, metadata, gates, sizes of the weight files."""
+    """Of what decides answers and layouts: shapes, metadata, gates, tokenizer, sizes of the weight files and, for files
+    of equal size, a tensor of the base and one of the delta."""
     digest = hashlib.sha256(repr(sorted(llm.source.config.to_dict().items())).encode())
     digest.update(repr(sorted((k, str(v)) for k, v in llm.source.meta.items())).encode())
     folder = Path(llm.source.tokenizer_dir)
@@ -151,6 +152,9 @@ def fingerprint(llm: LLM) -> str:
         digest.update(f"{path.relative_to(folder)}:{path.stat().st_size}".encode())
         if path.name in ("gate.safetensors", "cost.json", "tokenizer.json"):
             digest.update(path.read_bytes())
+    for name in ("model.norm.weight", "blocks.0.ssm.conv.weight"):
+        if llm.source.has(name):
+            digest.update(llm.source.get(name).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -21,6 +21,9 @@ from morph.gate.evaluate import oracle_at
 
 Array = npt.NDArray[np.float64]
 
+SUMMARY_VERSION = 1
+"""Of the layout of results.json; raised when a reader of older files would miss something."""
+
 DISCRIMINATES = 0.02
 """Base minus all-ssm below which a set says nothing about layouts by its own metric; agreement judges then."""
 
@@ -338,8 +341,8 @@ def summarise(evaluation: Evaluation) -> dict[str, Any]:
     ssm = any(spec.kind == "ssm" for spec in evaluation.specs)
     against_static = compare_pairs(evaluation, sets, "auto", "static")
     return {
+        "version": SUMMARY_VERSION,
         "about": evaluation.about,
-        "seconds": round(evaluation.seconds, 1),
         "layouts": [spec.name for spec in evaluation.specs],
         "ranking": evaluation.ranking,
         "scores": scores(evaluation),

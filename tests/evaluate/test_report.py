@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from morph.cli.app import main
-from morph.errors import CorruptFile, InvalidRequest
+from morph.errors import CorruptFile, InvalidRequest, UnsupportedModel
 from morph.evaluate.claims import Claim
 from morph.evaluate.report import build_report
 
@@ -104,6 +104,9 @@ def test_what_cannot_be_reported_is_named(evaluation: Path, tmp_path: Path) -> N
     with pytest.raises(InvalidRequest, match="nothing to report"):
         build_report(None, [])
     with pytest.raises(InvalidRequest, match="not finished"):
+        build_report(None, [tmp_path])
+    (tmp_path / "results.json").write_text('{"about": {}}')
+    with pytest.raises(UnsupportedModel, match="has version None"):
         build_report(None, [tmp_path])
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(CorruptFile, match=r"bad\.json"):
