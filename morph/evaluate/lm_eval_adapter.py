@@ -1,7 +1,7 @@
 """Morph as a model of lm-eval (EleutherAI's harness): `lm_eval --model morph`.
 
 Importing this module registers the model. lm-eval has no plug-in mechanism, so one of three things imports it:
-the project's own task files (`morph/evaluate/data/lm_eval`, by their path), `python -m morph.evaluate.lm_eval_adapter`
+the project's own task files (`morph/evaluate/data/lm_eval`, by their path), `python -m morph.evaluate.lm_eval_main`
 in place of `lm_eval` with the same arguments, or an import in Python before `simple_evaluate`.
 
 Texts are tokenized by lm-eval's rules, so that the base gets the figures of lm-eval's own `hf` model. Scoring goes
@@ -266,17 +266,3 @@ class MorphLM(TemplateLM):
             "layout": self.params.layout,
             "attention_budget": self.params.attention_budget,
         }
-
-
-def main() -> None:
-    """lm-eval's command line with `--model morph`."""
-    from lm_eval.__main__ import cli_evaluate
-
-    cli_evaluate()
-
-
-if __name__ == "__main__":
-    # Under its own name, so that the class is registered once.
-    from morph.evaluate.lm_eval_adapter import main as run
-
-    run()
