@@ -22,7 +22,8 @@ from rich.table import Table
 from benchmarks.claims import RESULTS
 from benchmarks.report import header, installed, write_results
 from morph.evaluate.metrics import choose
-from morph.evaluate.run import Evaluation, Options, Part, run_evaluation
+from morph.evaluate.plan import Evaluation, Options, Part
+from morph.evaluate.run import run_evaluation
 from morph.evaluate.store import Record
 
 SETS = ("hellaswag", "scitldr", "openbookqa_long", "scitldr_long")

@@ -18,7 +18,7 @@ from rich.console import Console
 from benchmarks.claims import RESULTS
 from benchmarks.report import header, installed, write_results
 from morph.evaluate.command import evaluate, show
-from morph.evaluate.run import Options
+from morph.evaluate.plan import Options
 
 SIX_GOAL, PAIRS_GOAL = 5, 13
 """Of 6 long sets not inferior to the base at budget 0.5; of 18 pairs of set and budget at least as good as static."""
@@ -69,6 +69,7 @@ def main(
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Items of each set.")] = None,
     ranking: Annotated[str | None, typer.Option("--ranking", help="As of `morph eval`.")] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder of finished items.")] = Path("eval-results"),
+    answer_loss: Annotated[bool, typer.Option("--answer-loss", help="As of `morph eval`.")] = False,
     dtype: Annotated[Literal["float32", "bfloat16"], typer.Option("--dtype")] = "bfloat16",
     device: Annotated[Literal["cpu", "cuda"], typer.Option("--device")] = "cpu",
     max_requests: Annotated[int, typer.Option("--max-requests", min=1)] = 16,
@@ -88,6 +89,7 @@ def main(
         dtype=dtype,
         device=device,
         max_requests=max_requests,
+        answer_loss=answer_loss,
     )
     console = Console(width=160)
     summary = evaluate(options, Console(stderr=True))

@@ -57,6 +57,9 @@ def evaluate(
     longest: Annotated[
         int | None, typer.Option("--longest", min=256, help="Prompt and answer tokens at most; default: the context.")
     ] = None,
+    answer_loss: Annotated[
+        bool, typer.Option("--answer-loss", help="Score the base's written answers under every layout, too.")
+    ] = False,
     dtype: DtypeOption = "bfloat16",
     device: Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="Where the model runs.")] = "cpu",
     max_requests: MaxRequestsOption = 16,
@@ -76,7 +79,7 @@ def evaluate(
 
     from morph.evaluate.command import evaluate as run
     from morph.evaluate.command import show
-    from morph.evaluate.run import Options
+    from morph.evaluate.plan import Options
 
     options = Options(
         model=model,
@@ -95,6 +98,7 @@ def evaluate(
         max_requests=max_requests,
         memory_bytes=memory,
         seed=seed,
+        answer_loss=answer_loss,
     )
     errors = Console(stderr=True)
     try:

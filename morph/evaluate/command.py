@@ -7,8 +7,9 @@ from typing import Any
 
 from rich.console import Console
 
+from morph.evaluate.plan import Options
 from morph.evaluate.plots import draw_all
-from morph.evaluate.run import Options, run_evaluation
+from morph.evaluate.run import run_evaluation
 from morph.evaluate.store import write_json
 from morph.evaluate.summary import summarise
 from morph.evaluate.tables import all_tables, markdown

@@ -14,7 +14,7 @@ from typing import Any
 import datasets
 
 import morph.evaluate.lm_eval_adapter  # noqa: F401  (registers the model)
-from morph.evaluate.datasets import ASK, SUMMARISE, options
+from morph.evaluate.forms import ASK, SUMMARISE, options
 from morph.evaluate.metrics import best_f1, exact_match, rouge
 from morph.evaluate.sources import FolderSource, PackageSource, Source
 

@@ -12,7 +12,7 @@ import torch
 from morph.checkpoint import ModelSource
 from morph.config import ModelConfig
 from morph.errors import InvalidRequest
-from morph.evaluate.datasets import ASK, SUMMARISE, Draw, split
+from morph.evaluate.forms import ASK, SUMMARISE, Draw, split
 from morph.evaluate.items import Item, prompt_tokens
 from morph.evaluate.sources import MissingData
 from morph.gate.answers import Requests, sample_answers

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from morph.errors import CorruptFile, InvalidRequest
+from morph.errors import CorruptFile, InvalidRequest, MorphError
 
 SETTINGS = "settings.json"
 Record = dict[str, Any]
@@ -96,14 +96,24 @@ class Store:
         return found
 
     def append(self, dataset: str, slug: str, records: Iterable[Record]) -> None:
-        """Add finished items; they are on disk when this returns."""
+        """Add finished items; they are on disk when this returns.
+
+        Raises:
+            MorphError: they could not be written; what was there before is kept.
+        """
         path = self.path(dataset, slug)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8") as file:
-            for record in records:
-                file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "a", encoding="utf-8") as file:
+                for record in records:
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise MorphError(
+                f"{path} could not be written ({error.strerror}); items finished before are kept: make room and run the "
+                "same command again"
+            ) from error
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -11,10 +11,11 @@ import numpy.typing as npt
 import torch
 
 from morph.config import ModelConfig
+from morph.evaluate.compare import agreement, compare_pairs, compare_with_base, metric_of, ordered
 from morph.evaluate.flops import decode_flops, prefill_flops, request_flops
 from morph.evaluate.layouts import undecided
-from morph.evaluate.metrics import Estimate, bootstrap, choice_kl, choose, paired, token_f1
-from morph.evaluate.run import Evaluation, Part
+from morph.evaluate.metrics import Estimate, bootstrap, choice_kl, paired
+from morph.evaluate.plan import Evaluation, Part
 from morph.evaluate.store import Record
 from morph.gate.calibrate import budget_of
 from morph.gate.evaluate import oracle_at
@@ -27,25 +28,7 @@ SUMMARY_VERSION = 1
 DISCRIMINATES = 0.02
 """Base minus all-ssm below which a set says nothing about layouts by its own metric; agreement judges then."""
 
-MARGIN = 0.01
-"""Of non-inferiority: the paired 95 % lower bound may be at most this far below the base."""
-
 REFERENCE_LENGTHS = (1024, 2048, 4096, 8192)
-
-
-def agreement(part: Part, ours: Sequence[Record], base: Sequence[Record]) -> Array:
-    """Per item, 0…1: the same choice as the base by the set's primary metric, or the F1 of both answers' words."""
-    if part.dataset.scored:
-        lengths = [
-            [len(c) for c in item.choices] if part.dataset.primary == "acc_norm" else None for item in part.items
-        ]
-        return np.array(
-            [
-                float(choose(a["logprobs"], n) == choose(b["logprobs"], n))
-                for a, b, n in zip(ours, base, lengths, strict=False)
-            ]
-        )
-    return np.array([token_f1(a["answer"], b["answer"]) for a, b in zip(ours, base, strict=True)])
 
 
 def bits_of(records: Sequence[Record]) -> torch.Tensor:
@@ -111,11 +94,15 @@ def summarise_layout(
         "layouts": layout_statistics(layouts),
     }
     primary = part.dataset.primary
-    ours, theirs = _metric(records, primary), _metric(base, primary)
+    ours, theirs = metric_of(records, primary), metric_of(base, primary)
     entry["vs_base"] = paired(ours, theirs).to_dict(100)
     if part.dataset.scored:
         kl = [choice_kl(b["logprobs"], a["logprobs"]) for a, b in zip(records, base, strict=True)]
         entry["choice_kl"] = bootstrap(kl).to_dict(1.0, 5)
+    if not part.dataset.scored and all("answer_logprob" in r for r in (*records, *base)):
+        # Of the base's own tokens: an estimate of KL(base || layout) at greedy decoding.
+        gaps = [b["answer_logprob"] - a["answer_logprob"] for a, b in zip(records, base, strict=True)]
+        entry["answer_loss"] = bootstrap(gaps).to_dict(1.0, 5)
     if bool(free.any()):
         answer = max(1, round(float(np.mean([a for _, a in tokens_of(records)]))))
         chosen = layouts[free]
@@ -131,18 +118,10 @@ def summarise_layout(
     return entry
 
 
-def _metric(records: Sequence[Record], name: str) -> Array:
-    return np.array([record["metrics"][name] for record in records])
-
-
-def _ordered(part: Part, found: dict[str, Record]) -> list[Record]:
-    return [found[item.id] for item in part.items if item.id in found]
-
-
 def summarise_set(part: Part, evaluation: Evaluation) -> dict[str, Any]:
     """Figures of one set under every layout."""
     found = evaluation.records[part.dataset.name]
-    base = _ordered(part, found["attention"])
+    base = ordered(part, found["attention"])
     base_tflops = mean_tflops(evaluation.config, base)
     lengths = np.array(part.requests.lengths)
     free = undecided(evaluation.config, part.requests.saved)
@@ -162,13 +141,13 @@ def summarise_set(part: Part, evaluation: Evaluation) -> dict[str, Any]:
         "layouts": {},
     }
     for name, records in found.items():
-        ours = _ordered(part, records)
-        same = _ordered(part, {r["id"]: found["attention"][r["id"]] for r in ours})
+        ours = ordered(part, records)
+        same = ordered(part, {r["id"]: found["attention"][r["id"]] for r in ours})
         entry["layouts"][name] = summarise_layout(part, evaluation.config, ours, same, base_tflops)
     if "ssm" in found:
         lost = (
-            _metric(base, part.dataset.primary).mean()
-            - _metric(_ordered(part, found["ssm"]), part.dataset.primary).mean()
+            metric_of(base, part.dataset.primary).mean()
+            - metric_of(ordered(part, found["ssm"]), part.dataset.primary).mean()
         )
         entry["discriminates"] = bool(lost >= DISCRIMINATES)
         entry["judged_by"] = part.dataset.primary if entry["discriminates"] else "agreement"
@@ -191,86 +170,20 @@ def _oracle(part: Part, evaluation: Evaluation) -> dict[str, Any]:
     saved = part.requests.saved[:rows].double()
     if not bool((saved > 0).any()):
         return {}
-    losses = np.stack([1 - _metric(_ordered(part, found[name])[:rows], part.dataset.primary) for name in chain], 1)
-    spent = torch.stack([(saved * bits_of(_ordered(part, found[name])[:rows])).sum(1) for name in chain], 1).numpy()
+    losses = np.stack([1 - metric_of(ordered(part, found[name])[:rows], part.dataset.primary) for name in chain], 1)
+    spent = torch.stack([(saved * bits_of(ordered(part, found[name])[:rows])).sum(1) for name in chain], 1).numpy()
     out: dict[str, Any] = {"items": rows, "chain": chain}
     for name in found:
         if name.startswith("auto:"):
-            own = (saved * bits_of(_ordered(part, found[name])[:rows])).sum(1).numpy()
+            own = (saved * bits_of(ordered(part, found[name])[:rows])).sum(1).numpy()
             statistic = oracle_at(losses, spent, own)
             out[name] = {
                 "oracle": round(100 * (1 - statistic(np.arange(rows))), 3),
-                "auto": round(100 * float(_metric(_ordered(part, found[name])[:rows], part.dataset.primary).mean()), 3),
+                "auto": round(
+                    100 * float(metric_of(ordered(part, found[name])[:rows], part.dataset.primary).mean()), 3
+                ),
             }
     return out
-
-
-# ---- comparisons
-
-
-def judged(part: Part, evaluation: Evaluation, layout: str, by: str) -> Array:
-    """Per undecided item, what a comparison looks at: the primary metric or agreement with the base."""
-    found = evaluation.records[part.dataset.name]
-    ours, base = _ordered(part, found[layout]), _ordered(part, found["attention"])
-    values = agreement(part, ours, base) if by == "agreement" else _metric(ours, part.dataset.primary)
-    keep = undecided(evaluation.config, part.requests.saved).numpy()
-    return np.asarray(values[keep], dtype=np.float64)
-
-
-def compare_with_base(evaluation: Evaluation, sets: dict[str, Any], layout: str) -> dict[str, Any]:
-    """Is `layout` not inferior to the base, per set with undecided requests.
-
-    A set that discriminates: paired 95 % lower bound of the difference >= -1 point. Another one is judged by
-    agreement: significantly closer to the base than all-ssm is.
-    """
-    rows: dict[str, Any] = {}
-    for part in evaluation.parts:
-        entry = sets[part.dataset.name]
-        if layout not in entry["layouts"] or entry["all_attention_at_every_budget"] == entry["items"]:
-            continue
-        by = entry["judged_by"]
-        ours = judged(part, evaluation, layout, by)
-        if by == "agreement":
-            difference = paired(ours, judged(part, evaluation, "ssm", by))
-            good = difference.low > 0
-        else:
-            difference = paired(ours, judged(part, evaluation, "attention", by))
-            good = difference.low >= -MARGIN
-        rows[part.dataset.name] = {
-            "judged_by": by,
-            "against": "ssm" if by == "agreement" else "attention",
-            "difference": difference.to_dict(100),
-            "not_inferior": bool(good),
-        }
-    return {"sets": rows, "not_inferior": sum(r["not_inferior"] for r in rows.values()), "of": len(rows)}
-
-
-def compare_pairs(evaluation: Evaluation, sets: dict[str, Any], ours: str, theirs: str) -> list[dict[str, Any]]:
-    """`ours:b` against `theirs:b` at equal realised cost, per set and budget."""
-    pairs = []
-    for part in evaluation.parts:
-        entry = sets[part.dataset.name]
-        if entry["all_attention_at_every_budget"] == entry["items"]:
-            continue
-        for name in entry["layouts"]:
-            kind, _, budget = name.partition(":")
-            other = f"{theirs}:{budget}"
-            if kind != ours or other not in entry["layouts"]:
-                continue
-            by = entry["judged_by"]
-            difference: Estimate = paired(judged(part, evaluation, name, by), judged(part, evaluation, other, by))
-            pairs.append(
-                {
-                    "set": part.dataset.name,
-                    "budget": float(budget),
-                    "judged_by": by,
-                    "realised": [entry["layouts"][name]["budget"], entry["layouts"][other]["budget"]],
-                    "difference": difference.to_dict(100),
-                    "at_least_as_good": bool(difference.value >= 0),
-                    "significant": bool(difference.low > 0 or difference.high < 0),
-                }
-            )
-    return pairs
 
 
 def flops_table(config: ModelConfig) -> dict[str, Any]:
@@ -302,7 +215,7 @@ def by_kind(evaluation: Evaluation, sets: dict[str, Any]) -> dict[str, Any]:
     for name in (spec.name for spec in evaluation.specs if spec.kind == "auto"):
         groups: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for part in evaluation.parts:
-            records = _ordered(part, evaluation.records[part.dataset.name][name])
+            records = ordered(part, evaluation.records[part.dataset.name][name])
             keep = undecided(evaluation.config, part.requests.saved)
             if bool(keep.any()):
                 groups.setdefault(part.dataset.kind, []).append((bits_of(records)[keep], part.requests.saved[keep]))
@@ -325,7 +238,7 @@ def scores(evaluation: Evaluation, draws: int = 2000) -> dict[str, Any]:
             continue  # on a subset of the items
         rng = np.random.default_rng(0)
         values = [
-            _metric(_ordered(part, evaluation.records[part.dataset.name][spec.name]), part.dataset.primary)
+            metric_of(ordered(part, evaluation.records[part.dataset.name][spec.name]), part.dataset.primary)
             for part in evaluation.parts
         ]
         means = np.mean([v[rng.integers(0, len(v), (draws, len(v)))].mean(1) for v in values], axis=0)

@@ -50,7 +50,9 @@ def _percent(value: float | None) -> str:
 def set_table(name: str, entry: dict[str, Any]) -> Table:
     """One set under every layout."""
     metrics = entry["metrics"]
-    head = ["layout", *metrics, "agreement", "vs base", "blocks", "budget", "GFLOPs/token", "FLOPs saved"]
+    kl = next((key for key in ("choice_kl", "answer_loss") if key in entry["layouts"]["attention"]), None)
+    nats = [] if kl is None else [kl.replace("_", " ")]
+    head = ["layout", *metrics, "agreement", *nats, "vs base", "blocks", "budget", "GFLOPs/token", "FLOPs saved"]
     rows = []
     for layout, figures in entry["layouts"].items():
         note = "" if figures["items"] == entry["items"] else f" ({figures['items']} items)"
@@ -59,6 +61,7 @@ def set_table(name: str, entry: dict[str, Any]) -> Table:
                 layout + note,
                 *(estimate(figures["metrics"][metric]) for metric in metrics),
                 estimate(figures["agreement"]),
+                *([] if kl is None else [f"{figures[kl]['value']:.4f}" if kl in figures else "–"]),
                 estimate(figures["vs_base"], sign=True),
                 f"{figures['attention_blocks']:.1f}",
                 "–" if figures["budget"] is None else f"{figures['budget']:.3f}",

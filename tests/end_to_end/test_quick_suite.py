@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from benchmarks.claims import RESULTS
-from morph.evaluate.run import Options, run_evaluation
+from morph.evaluate.plan import Options
+from morph.evaluate.run import run_evaluation
 from morph.evaluate.summary import scores
 
 LAYOUTS = ("attention", "ssm", "auto:0.5")

@@ -10,7 +10,8 @@ import pytest
 
 from morph.checkpoint.tokenizer import load_tokenizer
 from morph.errors import InvalidRequest, UnsupportedModel
-from morph.evaluate.datasets import DATASETS, SIX, SUITES, Draw, dataset, split
+from morph.evaluate.datasets import DATASETS, SIX, SUITES, dataset
+from morph.evaluate.forms import Draw, split
 from morph.evaluate.items import check_tokenizer, prompt_tokens
 from morph.evaluate.sources import FolderSource, MissingData, PackageSource
 from tests.evaluate.conftest import write_rows

@@ -16,10 +16,11 @@ import pytest
 
 from morph.cli.app import main
 from morph.engine.llm import LLM
-from morph.errors import CorruptFile, InvalidRequest, UnsupportedModel
+from morph.errors import CorruptFile, InvalidRequest, MorphError, UnsupportedModel
 from morph.evaluate.command import evaluate
 from morph.evaluate.metrics import choose
-from morph.evaluate.run import Options, fingerprint, run_evaluation
+from morph.evaluate.plan import Options
+from morph.evaluate.run import fingerprint, run_evaluation
 from morph.evaluate.store import Store
 from morph.evaluate.summary import summarise
 from tests.convert.bases import tiny_base
@@ -236,6 +237,19 @@ def test_the_store_keeps_whole_lines_only(tmp_path: Path) -> None:
         store.read("set", "ssm")
 
 
+def test_a_full_disk_keeps_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store(tmp_path / "s", {})
+    store.append("set", "ssm", [{"id": "1"}])
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(MorphError, match=r"No space left.*run the same command again"):
+        store.append("set", "ssm", [{"id": "2"}])
+    assert "1" in store.read("set", "ssm")
+
+
 # ---- figures
 
 
@@ -306,3 +320,19 @@ def test_the_command_reports_bad_input_in_one_line(capsys: pytest.CaptureFixture
     assert main(["eval", "nowhere", "--suite", "six", "--out", str(tmp_path / "o")]) == 2
     assert "needs data" in capsys.readouterr().err
     assert main(["eval", "nowhere", "--lengths", "9"]) == 2
+
+
+def test_the_bases_answer_is_scored_under_every_layout_where_asked(options: Options, tmp_path: Path) -> None:
+    mine = replace(options, out=tmp_path / "loss", layouts="attention,ssm", datasets=("scitldr_long",), limit=3)
+    run_evaluation(mine)
+    found = run_evaluation(replace(mine, answer_loss=True))
+    llm = LLM(options.model, dtype="float32")
+    base, ssm = (found.records["scitldr_long"][name] for name in ("attention", "ssm"))
+    for prompt, item in zip(found.parts[0].prompts, found.parts[0].items, strict=True):
+        answer = base[item.id]["tokens"]
+        (score,) = llm.score([prompt], [[answer]], _layout("ssm"))[0]
+        assert ssm[item.id]["answer_logprob"] == pytest.approx(score.logprob / len(answer), abs=1e-4)
+        # The base's own greedy answer is likelier under the base.
+        assert base[item.id]["answer_logprob"] >= ssm[item.id]["answer_logprob"] - 1e-4
+    figures = summarise(found)["sets"]["scitldr_long"]["layouts"]
+    assert figures["attention"]["answer_loss"]["value"] == 0 < figures["ssm"]["answer_loss"]["value"]
