@@ -111,8 +111,8 @@ class Store:
                 os.fsync(file.fileno())
         except OSError as error:
             raise MorphError(
-                f"{path} could not be written ({error.strerror}); items finished before are kept: make room and run the "
-                "same command again"
+                f"{path} could not be written ({error.strerror}); items finished before are kept: make room and run "
+                "the same command again"
             ) from error
 
 
