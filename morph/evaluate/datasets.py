@@ -32,6 +32,7 @@ class Dataset:
         kind: `reasoning`, `qa`, `summary` or `retrieval`: the kind of request.
         metrics: names, each 0…1 per item. primary: the one that comparisons use.
         build: makes the items.
+        uneven: prompts are as long as they are; those that do not fit the context are left out before counting.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Dataset:
     metrics: tuple[str, ...]
     primary: str
     build: Callable[[Draw], list[Item]]
+    uneven: bool = False
 
     @property
     def scored(self) -> bool:
@@ -70,8 +72,8 @@ DATASETS = {
         Dataset("passkey", "retrieval", ("contains",), "contains", passkey("squad")),
         Dataset("key_value", "retrieval", ("contains",), "contains", key_value),
         Dataset("passkey_made", "retrieval", ("contains",), "contains", passkey("scitldr")),
-        Dataset("qmsum", "summary", ROUGE, "rougeL", qmsum),
-        Dataset("minilongbench", "mixed", ("score",), "score", minilongbench),
+        Dataset("qmsum", "summary", ROUGE, "rougeL", qmsum, uneven=True),
+        Dataset("minilongbench", "mixed", ("score",), "score", minilongbench, uneven=True),
     )
 }
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from morph.errors import InvalidRequest
+from morph.errors import CorruptFile
 from morph.evaluate.items import Item
 from morph.evaluate.sources import MissingData, Row, Source
 
@@ -218,16 +218,6 @@ def many_shot_summary(name: str) -> Callable[[Draw], list[Item]]:
 # ---- long prompts
 
 
-def fitting(draw: Draw, items: list[Item]) -> list[Item]:
-    """Items that fit the context with their answer."""
-    kept = [item for item in items if draw.tokens(item.prompt) + item.max_tokens + 64 <= draw.longest]
-    if items and not kept:
-        raise InvalidRequest(
-            f"none of {len(items)} items fits {draw.longest} tokens; raise --longest, or leave the set out"
-        )
-    return kept[: draw.count]
-
-
 def key_value(draw: Draw) -> list[Item]:
     """A value of a JSON object (Liu et al., 2023), cut to the target length with the asked key in it."""
     items = []
@@ -288,7 +278,7 @@ def qmsum(draw: Draw) -> list[Item]:
         text = whole[begin : begin + max(budget, min(len(span), 4 * budget))]
         message = f"{text}\n\n{row['query']}"
         items.append(Item(str(row["id"]), message, references=(str(row["summary"]),), max_tokens=128, chat=True))
-    return fitting(draw, items)
+    return items[: draw.count]
 
 
 LONGBENCH = {
@@ -304,10 +294,12 @@ ANSWER_TOKENS = {"f1": 48, "rougeL": 160, "code": 48, "class": 24, "number": 16}
 
 
 def minilongbench(draw: Draw) -> list[Item]:
-    """The items of MiniLongBench that fit the context, each judged by its task's rule."""
+    """The items of MiniLongBench, each judged by its task's rule."""
     rules = {task: rule for rule, tasks in LONGBENCH.items() for task in tasks}
     items = []
     for row in draw.source.rows("minilongbench"):
+        if row["task"] not in rules:
+            raise CorruptFile(f"row {row['id']!r} of minilongbench has the task {row['task']!r}, not one of its own")
         rule, answers, classes = rules[row["task"]], row["answers"], ()
         if rule == "class":
             answers, classes = answers[0]["answers"], tuple(answers[0]["all_classes"])
@@ -324,4 +316,4 @@ def minilongbench(draw: Draw) -> list[Item]:
                 stop=("\n\n",) if rule == "code" else ("\n",) if plain else (),
             )
         )
-    return fitting(draw, items)
+    return items[: draw.count]

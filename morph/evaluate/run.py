@@ -80,7 +80,7 @@ def cost_table(llm: LLM) -> CostTable:
 def prepare(llm: LLM, dataset_: Dataset, draw: Draw, cost: CostTable) -> tuple[Part, int]:
     """Items of a set as token ids, and how many were left out because they do not fit the context."""
     items, prompts = [], []
-    built = dataset_.build(draw)
+    built = dataset_.build(replace(draw, count=None) if dataset_.uneven else draw)
     for item in built:
         tokens = prompt_tokens(llm.tokenizer, item)
         longest = max((len(llm.tokenizer.encode(" " + c)) for c in item.choices), default=item.max_tokens)
@@ -92,11 +92,13 @@ def prepare(llm: LLM, dataset_: Dataset, draw: Draw, cost: CostTable) -> tuple[P
             f"set {dataset_.name!r} has {len(built)} items and none fits {draw.longest} tokens; raise --longest, "
             "shorten with --lengths, or leave the set out"
         )
+    left_out = len(built) - len(items)
+    items, prompts = items[: draw.count], prompts[: draw.count]
     lengths = [len(tokens) for tokens in prompts]
     requests = Requests([item.id for item in items], lengths, saved_matrix(cost, lengths))
     if len(set(requests.ids)) != len(items):
         raise InvalidRequest(f"set {dataset_.name!r} has ids that occur twice; give every row its own")
-    return Part(dataset_, items, prompts, requests), len(built) - len(items)
+    return Part(dataset_, items, prompts, requests), left_out
 
 
 def run_evaluation(options: Options, note: Callable[[str], None] = lambda text: None) -> Evaluation:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from morph.checkpoint.tokenizer import load_tokenizer
-from morph.errors import InvalidRequest, UnsupportedModel
+from morph.errors import CorruptFile, InvalidRequest, UnsupportedModel
 from morph.evaluate.datasets import DATASETS, SIX, SUITES, dataset
 from morph.evaluate.forms import Draw, split
 from morph.evaluate.items import check_tokenizer, prompt_tokens
@@ -86,7 +86,7 @@ def test_key_value_items_hold_the_asked_pair(tmp_path: Path, tokenizer: Any) -> 
         assert 200 < len(prompt_tokens(tokenizer, item)) < 600
 
 
-def test_minilongbench_items_that_fit_are_judged_by_their_tasks_rule(tmp_path: Path, tokenizer: Any) -> None:
+def test_minilongbench_items_are_judged_by_their_tasks_rule(tmp_path: Path, tokenizer: Any) -> None:
     rows = [
         {"id": "1", "task": "trec", "prompt": "Type:", "answers": [{"all_classes": ["City"], "answers": ["City"]}]},
         {"id": "2", "task": "lcc", "prompt": "x = 1\n", "answers": ["y = 2"]},
@@ -94,9 +94,10 @@ def test_minilongbench_items_that_fit_are_judged_by_their_tasks_rule(tmp_path: P
     ]
     write_rows(tmp_path / "eval/minilongbench/test.jsonl.gz", rows)
     items = DATASETS["minilongbench"].build(Draw(FolderSource(tmp_path), tokenizer, None, 600))
-    assert {(item.score, item.chat) for item in items} == {("class", False), ("code", False)}
-    with pytest.raises(InvalidRequest, match="none of 3 items fits 60 tokens"):
-        DATASETS["minilongbench"].build(Draw(FolderSource(tmp_path), tokenizer, None, 60))
+    assert {(item.score, item.chat) for item in items} == {("class", False), ("code", False), ("f1", True)}
+    with pytest.raises(CorruptFile, match="task 'chess'"):
+        write_rows(tmp_path / "eval/minilongbench/test.jsonl.gz", [rows[0] | {"task": "chess"}])
+        DATASETS["minilongbench"].build(Draw(FolderSource(tmp_path), tokenizer, None, 600))
 
 
 def test_a_set_of_one_row_has_no_long_form(tmp_path: Path, tokenizer: Any) -> None:

@@ -24,6 +24,7 @@ from morph.evaluate.run import fingerprint, run_evaluation
 from morph.evaluate.store import Store
 from morph.evaluate.summary import summarise
 from tests.convert.bases import tiny_base
+from tests.evaluate.conftest import write_rows
 from tests.tiny import tiny_model
 
 LAYOUTS = "attention,ssm,auto:0.5,static:0.5,shuffled:0.5,alternating,nemotron:1,random:0.5,oracle:3,0101"
@@ -217,6 +218,20 @@ def test_a_ranking_is_measured_where_none_is_known(options: Options, tmp_path: P
     found = run_evaluation(mine)
     assert found.ranking is not None and sorted(found.ranking) == [0, 1, 2, 3]
     assert json.loads((mine.out / "ranking.json").read_text()) == {"ranking": found.ranking}
+
+
+def test_items_that_do_not_fit_are_counted(options: Options, tmp_path: Path) -> None:
+    rows = [
+        {"id": f"m{i}", "task": "qasper", "prompt": "w " * (30 if i % 2 else 900), "answers": ["w"]} for i in range(6)
+    ]
+    write_rows(tmp_path / "eval/minilongbench/test.jsonl.gz", rows)
+    mine = replace(
+        options, data=tmp_path, out=tmp_path / "o", datasets=("minilongbench",), layouts="attention", limit=2
+    )
+    found = run_evaluation(mine)
+    assert [item.id for item in found.parts[0].items if item.id.split("/m")[1] in "135"] != []
+    assert len(found.parts[0].items) == 2 and found.left_out == {"minilongbench": 3}
+    assert summarise(found)["sets"]["minilongbench"]["left_out"] == 3
 
 
 # ---- store
