@@ -49,7 +49,7 @@ def run_all(llm: LLM, result: Evaluation, store: Store) -> None:
                 pending = [i for i in rows if part.items[i].id not in done]
                 kept = sum(part.weight(i) for i in rows) - sum(part.weight(i) for i in pending)
                 progress.skip(kept)
-                for group in _groups(part, pending, result.options.group_tokens):
+                for group in _groups(part, pending, result.options.group_size):
                     records = _run_group(llm, part, spec, layouts, group)
                     if result.options.answer_loss and not part.dataset.scored:
                         base = {r["id"]: r for r in records} if spec.kind == "attention" else mine["attention"]

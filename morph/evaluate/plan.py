@@ -30,7 +30,7 @@ class Options:
         lengths: range of the long forms in tokens; None = the suite's.
         ranking: blocks, most sensitive first, as text or a file; None = recorded, else measured.
         answer_loss: score the base's answer under every layout too.
-        group_tokens: prompt tokens that are handed to the engine together, and kept together.
+        group_tokens: prompt tokens that are handed to the engine together, and kept together; None = by `max_requests`.
     """
 
     model: str
@@ -50,7 +50,12 @@ class Options:
     memory_bytes: int | None = None
     seed: int = 0
     answer_loss: bool = False
-    group_tokens: int = 24_576
+    group_tokens: int | None = None
+
+    @property
+    def group_size(self) -> int:
+        """`group_tokens`, or enough to keep the engine's places filled."""
+        return self.group_tokens or 1536 * self.max_requests
 
 
 @dataclass

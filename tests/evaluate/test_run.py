@@ -229,7 +229,7 @@ def test_items_that_do_not_fit_are_counted(options: Options, tmp_path: Path) -> 
         options, data=tmp_path, out=tmp_path / "o", datasets=("minilongbench",), layouts="attention", limit=2
     )
     found = run_evaluation(mine)
-    assert [item.id for item in found.parts[0].items if item.id.split("/m")[1] in "135"] != []
+    assert {item.id for item in found.parts[0].items} < {"qasper/m1", "qasper/m3", "qasper/m5"}
     assert len(found.parts[0].items) == 2 and found.left_out == {"minilongbench": 3}
     assert summarise(found)["sets"]["minilongbench"]["left_out"] == 3
 
