@@ -351,3 +351,14 @@ def test_the_bases_answer_is_scored_under_every_layout_where_asked(options: Opti
         assert base[item.id]["answer_logprob"] >= ssm[item.id]["answer_logprob"] - 1e-4
     figures = summarise(found)["sets"]["scitldr_long"]["layouts"]
     assert figures["attention"]["answer_loss"]["value"] == 0 < figures["ssm"]["answer_loss"]["value"]
+
+
+def test_an_interrupted_command_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("morph.evaluate.command.run_evaluation", stop)
+    assert main(["eval", "any", "--out", str(tmp_path / "o")]) == 130
+    assert "run the same command again" in " ".join(capsys.readouterr().err.split())
