@@ -143,31 +143,50 @@ def boolq_long(draw: Draw) -> list[Item]:
 
 # ---- questions about a text
 
-BRIEFLY = "Answer in as few words as possible, taken from the text."
+SHOTS = 2
+"""Solved questions before each question about a text: without them, small models answer in sentences."""
+
+
+def question_text(row: Row, context: str) -> str:
+    """A question about a text, up to its answer."""
+    return f"{context}\n\nQuestion: {row['question']}\nAnswer:"
+
+
+def solved(rows: Sequence[Row]) -> str:
+    """Questions about texts with their answers, to stand before another."""
+    return "".join(f"{question_text(row, str(row['context']))} {row['answers'][0]}\n\n" for row in rows)
+
+
+def squad_rows(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """Rows to ask, and the last ones, which are solved before each question."""
+    if len(rows) <= SHOTS:
+        raise MissingData(f"a set of {len(rows)} questions has none beside its {SHOTS} examples; add rows")
+    return rows[:-SHOTS], rows[-SHOTS:]
+
+
+def _question(row: Row, examples: Sequence[Row], context: str) -> Item:
+    text = solved(examples) + question_text(row, context)
+    return Item(str(row["id"]), text, references=tuple(row["answers"]), max_tokens=24, stop=("\n",))
 
 
 def squad(draw: Draw) -> list[Item]:
-    """One passage and a question."""
-    return [
-        _question(row, str(row["context"]), f"{row['question']}") for row in draw.source.rows("squad")[: draw.count]
-    ]
-
-
-def _question(row: Row, text: str, question: str) -> Item:
-    message = f"{text}\n\nQuestion: {question}\n{BRIEFLY}"
-    return Item(str(row["id"]), message, references=tuple(row["answers"]), max_tokens=32, chat=True)
+    """One passage and a question, after solved examples."""
+    asked, examples = squad_rows(draw.source.rows("squad"))
+    return [_question(row, examples, str(row["context"])) for row in asked[: draw.count]]
 
 
 def squad_long(draw: Draw) -> list[Item]:
-    """The passage among passages of other articles."""
-    asked, pool = split(draw.source.rows("squad"))
+    """The passage among passages of other articles, after solved examples."""
+    rows, examples = squad_rows(draw.source.rows("squad"))
+    asked, pool = split(rows)
     texts = sorted({(str(row["context"]), str(row.get("title"))) for row in pool})
     items = []
     for row in asked[: draw.count]:
         rng = draw.rng("squad", row["id"])
         others = [text for text, title in texts if title != str(row.get("title")) and text != row["context"]]
-        chosen = until_long(draw, rng, f"{row['context']}{row['question']}", others)
-        items.append(_question(row, placed(rng, str(row["context"]), chosen), str(row["question"])))
+        fixed = solved(examples) + question_text(row, str(row["context"]))
+        chosen = until_long(draw, rng, fixed, others)
+        items.append(_question(row, examples, placed(rng, str(row["context"]), chosen)))
     return items
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import datasets
 
 import morph.evaluate.lm_eval_adapter  # noqa: F401  (registers the model)
-from morph.evaluate.forms import ASK, SUMMARISE, options
+from morph.evaluate.forms import ASK, SUMMARISE, options, question_text, solved, squad_rows
 from morph.evaluate.metrics import best_f1, exact_match, rouge
 from morph.evaluate.sources import FolderSource, PackageSource, Source
 
@@ -45,14 +45,16 @@ boolq = _choices("boolq")
 
 
 def squad(data: str | None = None, **_: Any) -> dict[str, Any]:
-    """Questions about a passage, as text to go on with."""
+    """Questions about a passage, after solved examples."""
+    asked, examples = squad_rows(_source(data).rows("squad"))
+    before = solved(examples)
     rows = [
         {
             "id": str(r["id"]),
-            "query": f"{r['context']}\n\nQuestion: {r['question']}\nAnswer:",
+            "query": before + question_text(r, str(r["context"])),
             "references": list(map(str, r["answers"])),
         }
-        for r in _source(data).rows("squad")
+        for r in asked
     ]
     return {"test": datasets.Dataset.from_list(rows)}
 
