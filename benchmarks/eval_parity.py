@@ -9,6 +9,7 @@ Both read the Hugging Face folder of the dequantised base, in float32. `--model 
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -79,18 +80,28 @@ def main(
     written: Annotated[int, typer.Option("--written", min=1, help="Items of each set with written answers.")] = 100,
     tasks: Annotated[str, typer.Option("--tasks", help="Comma-separated.")] = ",".join(TASKS),
     model: Annotated[str | None, typer.Option("--model", help="A Morph model beside, in bfloat16.")] = None,
+    add: Annotated[bool, typer.Option("--add", help="Keep the other tasks of the stored result.")] = False,
     results: Annotated[Path, typer.Option("--results", help="Folder for the JSON file.")] = RESULTS,
 ) -> None:
     """Compare the figures of both models on the same items, and say whether they agree."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     table = Table("task, metric", "items", "hf", "morph", "difference", "items that differ")
-    report: dict[str, Any] = {}
-    beside: dict[str, Any] = {}
+    content = header()
+    stored = results / "eval_parity.json"
+    before = json.loads(stored.read_text()) if add and stored.exists() else {}
+    report: dict[str, Any] = before.get("parity", {})
+    beside: dict[str, Any] = before.get("as_served_bfloat16", {})
+    for entry in report.values():
+        entry.setdefault("command", before["command"])
     for task in (name.strip() for name in tasks.split(",")):
         count = written if task in WRITTEN else limit
         theirs = run("hf", {"pretrained": str(folder), "dtype": "float32"}, task, count, data)
         ours = run("morph", {"pretrained": str(folder), "dtype": "float32"}, task, count, data)
-        report[task] = {"items": ours["items"], "metrics": compare(ours, theirs)}
+        report[task] = {
+            "items": ours["items"],
+            "metrics": compare(ours, theirs),
+            "command": content["command"],
+        }
         if model:
             used = run("morph", {"pretrained": model, "layout": "attention"}, task, count, data)
             beside[task] = {name: round(value, 3) for name, value in used["metrics"].items()}
@@ -99,7 +110,6 @@ def main(
             table.add_row(f"{task} {name}", str(ours["items"]), *cells, str(row["items_that_differ"]))
     Console(width=120).print(table)
     worst = max(abs(row["difference"]) for entry in report.values() for row in entry["metrics"].values())
-    content = header()
     content["versions"] |= installed(sys.executable, ("lm_eval", "rouge_score", "datasets"))
     content |= {
         "about": {

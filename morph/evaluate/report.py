@@ -122,7 +122,7 @@ def base_figures(summary: dict[str, Any]) -> Table | None:
     rows = []
     for figure in published()["base"]["figures"]:
         entry = summary["sets"].get(figure["set"])
-        if entry is None or not str(summary["about"]["model"]).startswith("smollm2-135m"):
+        if entry is None or not str(summary["about"]["model"]).startswith(figure["model"]):
             continue
         ours = entry["layouts"]["attention"]["metrics"][figure["metric"]]
         rows.append(
