@@ -10,18 +10,15 @@ from morph.evaluate.forms import (
     LONG,
     Draw,
     boolq_long,
-    key_value,
     many_shot,
     many_shot_summary,
-    minilongbench,
-    passkey,
-    qmsum,
     short_choices,
     short_summary,
     squad,
     squad_long,
 )
 from morph.evaluate.items import Item
+from morph.evaluate.long_prompts import key_value, minilongbench, passkey, qmsum
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from morph.errors import MorphError
 from morph.evaluate.items import Item
 from morph.evaluate.layouts import Spec, assign, params_of, undecided, with_static_blocks
 from morph.evaluate.metrics import judge_choice, judge_text
-from morph.evaluate.plan import Evaluation, Part, prompt_digest
+from morph.evaluate.plan import Evaluation, Part, item_digest
 from morph.evaluate.progress import Progress
 from morph.evaluate.store import Record, Store
 
@@ -69,11 +69,11 @@ def run_all(llm: LLM, result: Evaluation, store: Store) -> None:
 
 
 def _valid(found: dict[str, Record], part: Part, layouts: torch.Tensor | None, answer_loss: bool) -> dict[str, Record]:
-    """Finished items whose prompt and layout are those of this run: more items or layouts may shift matched ones."""
+    """Finished items whose question and layout are those of this run: more items or layouts may shift matched ones."""
     kept = {}
     for row, item in enumerate(part.items):
         record = found.get(item.id)
-        if record is None or record["prompt_sha"] != prompt_digest(part.prompts[row]):
+        if record is None or record["item_sha"] != item_digest(item, part.prompts[row]):
             continue
         if answer_loss and not part.dataset.scored and "answer_logprob" not in record:
             continue
@@ -154,7 +154,7 @@ def _score_choices(
                 "logprobs": [round(value, 5) for value in logprobs],
                 "greedy": [score.is_greedy for score in row],
                 "metrics": judge_choice(logprobs, item),
-                "prompt_sha": prompt_digest(prompt),
+                "item_sha": item_digest(item, prompt),
             }
         )
     return records
@@ -178,7 +178,7 @@ def _write_answers(
                 "tokens": output.token_ids,
                 "predicted_loss": output.predicted_loss,
                 "metrics": judge_text(output.text.strip(), item, part.dataset.metrics),
-                "prompt_sha": prompt_digest(prompt),
+                "item_sha": item_digest(item, prompt),
             }
         )
     return records

@@ -97,6 +97,7 @@ class Evaluation:
     ranking: list[int] | None = None
 
 
-def prompt_digest(tokens: Sequence[int]) -> str:
-    """Short digest of token ids."""
-    return hashlib.sha1(repr(list(tokens)).encode()).hexdigest()[:12]
+def item_digest(item: Item, prompt: Sequence[int]) -> str:
+    """Short digest of all that an item's record depends on beside the layout: prompt, choices, references, limits."""
+    asked = (list(prompt), item.choices, item.gold, item.references, item.max_tokens, item.stop, item.score)
+    return hashlib.sha1(repr(asked).encode()).hexdigest()[:12]

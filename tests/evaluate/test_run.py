@@ -21,10 +21,11 @@ from morph.evaluate.command import evaluate
 from morph.evaluate.metrics import choose
 from morph.evaluate.plan import Options
 from morph.evaluate.run import fingerprint, run_evaluation
+from morph.evaluate.sources import FolderSource
 from morph.evaluate.store import Store
 from morph.evaluate.summary import summarise
 from tests.convert.bases import tiny_base
-from tests.evaluate.conftest import write_rows
+from tests.evaluate.conftest import write_rows, write_sets
 from tests.tiny import tiny_model
 
 LAYOUTS = "attention,ssm,auto:0.5,static:0.5,shuffled:0.5,alternating,nemotron:1,random:0.5,oracle:3,0101"
@@ -362,3 +363,18 @@ def test_an_interrupted_command_says_how_to_go_on(
     monkeypatch.setattr("morph.evaluate.command.run_evaluation", stop)
     assert main(["eval", "any", "--out", str(tmp_path / "o")]) == 130
     assert "run the same command again" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_question_that_has_changed_is_asked_again(options: Options, tmp_path: Path) -> None:
+    data = write_sets(tmp_path / "data")
+    mine = replace(
+        options, data=data, out=tmp_path / "o", layouts="attention", datasets=("arc_challenge",), limit=3, ranking=None
+    )
+    before = run_evaluation(mine).records["arc_challenge"]["attention"]
+    rows = FolderSource(data).rows("arc_challenge")
+    rows[0]["answer"] = (rows[0]["answer"] + 1) % 4
+    write_rows(data / "eval/arc_challenge/test.jsonl.gz", rows)
+    after = run_evaluation(mine).records["arc_challenge"]["attention"]
+    assert {id_ for id_ in after if after[id_]["item_sha"] != before[id_]["item_sha"]} == {rows[0]["id"]}
+    lines = (mine.out / "items/arc_challenge/attention.jsonl").read_text().splitlines()
+    assert len(lines) == 4, "one question was asked again, the others were kept"
