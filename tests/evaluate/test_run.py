@@ -378,3 +378,15 @@ def test_a_question_that_has_changed_is_asked_again(options: Options, tmp_path: 
     assert {id_ for id_ in after if after[id_]["item_sha"] != before[id_]["item_sha"]} == {rows[0]["id"]}
     lines = (mine.out / "items/arc_challenge/attention.jsonl").read_text().splitlines()
     assert len(lines) == 4, "one question was asked again, the others were kept"
+
+
+def test_each_scored_context_may_have_its_own_layout(roomy_model: Path) -> None:
+    llm = LLM(roomy_model, dtype="float32")
+    contexts, answers = ["one river", "two bridges"], [[" a", " b"], [" c"]]
+    both = llm.score(contexts, answers, [_layout("attention"), _layout("0101")])
+    assert [row[0].layout for row in both] == ["1111", "0101"]
+    for row, context, many, name in zip(both, contexts, answers, ("attention", "0101"), strict=True):
+        (alone,) = llm.score([context], [many], _layout(name))
+        assert [s.logprob for s in row] == pytest.approx([s.logprob for s in alone], abs=1e-4)
+    with pytest.raises(InvalidRequest, match="2 contexts but 1 params"):
+        llm.score(contexts, answers, [_layout("ssm")])
