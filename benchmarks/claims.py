@@ -5,9 +5,6 @@ python -m benchmarks.claims
 
 from __future__ import annotations
 
-import json
-import operator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -15,52 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from morph.evaluate.claims import Claim, read_claims
+
+__all__ = ["RESULTS", "Claim", "claims_table", "read_claims"]
+
 RESULTS = Path(__file__).parent / "results"
-
-COMPARISONS = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    ">": operator.gt,
-    "<": operator.lt,
-    "==": operator.eq,
-}
-
-
-@dataclass(frozen=True)
-class Claim:
-    """A figure and what it should be.
-
-    Attributes:
-        id: dotted name, the same in every run.
-        value: as measured.
-        goal: a comparison with a number, as in `>= 2.0`.
-    """
-
-    id: str
-    value: float
-    goal: str
-
-    @property
-    def met(self) -> bool:
-        """Whether the value reaches the goal.
-
-        Raises:
-            ValueError: the goal is not a comparison with a number.
-        """
-        sign, _, bound = self.goal.partition(" ")
-        if sign not in COMPARISONS:
-            raise ValueError(f"goal {self.goal!r} of {self.id}: write one of {' '.join(COMPARISONS)}, then a number")
-        return bool(COMPARISONS[sign](self.value, float(bound)))
-
-
-def read_claims(folder: Path) -> list[tuple[str, Claim]]:
-    """File name and claim, for all claims in the folder's JSON files."""
-    found = []
-    for file in sorted(folder.glob("*.json")):
-        content = json.loads(file.read_text())
-        stored = content.get("claims", []) if isinstance(content, dict) else []
-        found += [(file.name, Claim(entry["id"], entry["value"], entry["goal"])) for entry in stored]
-    return found
 
 
 def claims_table(claims: list[tuple[str, Claim]]) -> Table:

@@ -26,6 +26,7 @@ COMMANDS = {
     "gate": ("morph.gate.cli", "Fit and inspect the gates of a model."),
     "calibrate": ("morph.gate.calibrate_cli", "Measure the cost table of this machine."),
     "eval": ("morph.evaluate.cli", "Measure the quality of a model."),
+    "report": ("morph.evaluate.report_cli", "Write one page from results: claims, tables, plots."),
     "bench": ("morph.bench.cli", "Measure the speed of a model."),
 }
 """Name -> module with a typer app named `app`, and the line in `morph --help`; a module that is not there is

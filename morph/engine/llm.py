@@ -109,7 +109,7 @@ class LLM:
         self,
         contexts: Sequence[Prompt],
         continuations: Sequence[Sequence[Prompt]],
-        params: SamplingParams | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[list[Score]]:
         """Log probability of each continuation after its context.
 
@@ -118,13 +118,16 @@ class LLM:
         Args:
             contexts: at least one token each.
             continuations: for each context, one or more, at least one token each.
-            params: `layout`, `attention_budget`; sampling fields are ignored.
+            params: `layout`, `attention_budget`, for all contexts or one each; sampling fields are ignored.
         """
         if len(contexts) != len(continuations):
             raise InvalidRequest(f"{len(contexts)} contexts but {len(continuations)} lists of continuations")
-        base = params or SamplingParams()
+        if params is None or isinstance(params, SamplingParams):
+            params = [params or SamplingParams()] * len(contexts)
+        if len(params) != len(contexts):
+            raise InvalidRequest(f"{len(contexts)} contexts but {len(params)} params; give one each or one for all")
         rows: list[list[Request]] = []
-        for context, many in zip(contexts, continuations, strict=True):
+        for context, many, base in zip(contexts, continuations, params, strict=True):
             rows.append([self._score_request(context, one, base) for one in many])
         self._run([request for row in rows for request in row])
         return [[self._score(request) for request in row] for row in rows]

@@ -1,0 +1,1 @@
+"""Quality against cost: tasks, metrics, layouts to compare, FLOPs, and the report."""
