@@ -74,6 +74,8 @@ class NativeDecoder:
         sums: float64 `[slots, blocks, hidden]`, running sums of the normed inputs.
     """
 
+    embeds = False
+
     def __init__(
         self,
         kernels: NativeKernels,
