@@ -127,6 +127,7 @@ def decode_attention(
     part: torch.Tensor,
     stats: torch.Tensor,
     rows: torch.Tensor | None = None,
+    launch: tuple[int, int, int] = (64, 4, 3),
 ) -> torch.Tensor:
     """One query per row over the keys 0…position, for i < count.
 
@@ -134,6 +135,7 @@ def decode_attention(
         q: `[*, heads · dim]` or wider. pages: the pool in the dtype of keys, `[units, elements]`.
         table: int32 `[slots, width]` of one block. slots, positions: int32, at `rows[i]` (at i without rows).
         part, stats: from `scratch`, for at least as many rows as `out` has.
+        launch: keys per tile, warps, stages.
     """
     heads, splits = part.shape[1], part.shape[2]
     tokens = pages.shape[1] // (2 * dim)
@@ -142,11 +144,11 @@ def decode_attention(
     _split[(splits, kv_heads, out.shape[0])](
         q, pages, table, rows if rows is not None else count, slots, positions, count, part, stats, q.stride(0),
         table.stride(0), max_pages, scale * 1.4426950408889634, UNIT=pages.shape[1], HEADS=heads, GROUP=group,
-        GP=max(16, triton.next_power_of_2(group)), D=dim, PT=tokens, BT=min(64, tokens), SPLITS=splits,
-        LEAST=LEAST_PAGES, IEEE=pages.dtype is torch.float32, MAPPED=mapped, num_warps=4, num_stages=3,
+        GP=max(16, triton.next_power_of_2(group)), D=dim, PT=tokens, BT=min(launch[0], tokens), SPLITS=splits,
+        LEAST=LEAST_PAGES, IEEE=pages.dtype is torch.float32, MAPPED=mapped, num_warps=launch[1], num_stages=launch[2],
     )  # fmt: skip
     _combine[(out.shape[0], heads)](
         part, stats, rows if rows is not None else count, positions, count, out, out.stride(0), HEADS=heads, D=dim,
-        PT=tokens, SPLITS=splits, LEAST=LEAST_PAGES, MAPPED=mapped, num_warps=2,
+        PT=tokens, SPLITS=splits, LEAST=LEAST_PAGES, MAPPED=mapped, num_warps=4,
     )  # fmt: skip
     return out

@@ -182,12 +182,14 @@ def gdn_decode(
     scratch: Scratch,
     out: torch.Tensor,
     rows: torch.Tensor | None = None,
+    launch: tuple[int, int] = (32, 4),
 ) -> torch.Tensor:
     """See `Kernels.gdn_decode`; rows and count as in `attention_decode.decode_attention`.
 
     Args:
         storage: uint8 `[units, unit_bytes]`. dtype: of the window ring.
         conv_tails: float32 `[slots, taps, qkv]`, a view of one block.
+        launch: columns of a state per program, warps.
     """
     pages, states = storage.view(dtype), storage.view(torch.float32)
     dim, window = params.head_dim, params.window
@@ -201,11 +203,11 @@ def gdn_decode(
         TAPS=params.conv_weight.shape[1] - 1, WINDOW=window, WP=triton.next_power_of_2(max(1, window)), MAPPED=mapped,
         num_warps=4,
     )  # fmt: skip
-    strip = min(32, dim)
+    strip = min(launch[0], dim)
     _update[(params.state_heads * (dim // strip), out.shape[0])](
         inputs, params.ab_bias, params.gain, params.gain if params.mix is None else params.mix, states, table, mapping,
         slots, count, *scratch, out, inputs.stride(0), table.stride(0), out.stride(0), params.qkv_size,
         HEADS=params.heads, KV_HEADS=params.kv_heads, STATE_HEADS=params.state_heads, D=dim, BV=strip, WINDOW=window,
-        MAPPED=mapped, num_warps=4,
+        MAPPED=mapped, num_warps=launch[1],
     )  # fmt: skip
     return out
