@@ -51,10 +51,24 @@ def _split(
     units = table + slot * stride_table + kv_head * max_pages
     t = tl.arange(0, BT)
     inside = t[:, None] * D + d[None, :]
-    for t0 in range(first * PT, end, BT):
+    # Whole tiles carry no mask, which lets the compiler copy the next ones while it multiplies; one tile may be left.
+    whole = end // BT * BT
+    for t0 in range(first * PT, whole, BT):
         unit = tl.load(units + t0 // PT).to(tl.int64)
         base = pages + unit * UNIT + (t0 % PT) * D
-        known = t0 + t < end
+        k = tl.load(base + inside)
+        v = tl.load(base + PT * D + inside)
+        scores = tl.dot(query, tl.trans(k), input_precision="ieee" if IEEE else "tf32") * scale
+        now = tl.maximum(best, tl.max(scores, axis=1))
+        weight = tl.exp2(scores - now[:, None])
+        shrink = tl.exp2(best - now)
+        total = total * shrink + tl.sum(weight, axis=1)
+        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee" if IEEE else "tf32")
+        best = now
+    if whole < end:
+        unit = tl.load(units + whole // PT).to(tl.int64)
+        base = pages + unit * UNIT + (whole % PT) * D
+        known = whole + t < end
         k = tl.load(base + inside, mask=known[:, None], other=0.0)
         v = tl.load(base + PT * D + inside, mask=known[:, None], other=0.0)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee" if IEEE else "tf32") * scale
@@ -63,8 +77,7 @@ def _split(
         weight = tl.exp2(scores - now[:, None])
         shrink = tl.exp2(best - now)
         total = total * shrink + tl.sum(weight, axis=1)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee" if IEEE else "tf32")
+        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee" if IEEE else "tf32")
         best = now
     to = (i.to(tl.int64) * HEADS + head) * SPLITS + split
     tl.store(part + to[:, None] * D + d[None, :], acc, mask=mine[:, None] & (d[None, :] < D))
@@ -127,7 +140,7 @@ def decode_attention(
     part: torch.Tensor,
     stats: torch.Tensor,
     rows: torch.Tensor | None = None,
-    launch: tuple[int, int, int] = (64, 4, 3),
+    launch: tuple[int, int, int] = (64, 4, 5),
 ) -> torch.Tensor:
     """One query per row over the keys 0…position, for i < count.
 
@@ -135,7 +148,7 @@ def decode_attention(
         q: `[*, heads · dim]` or wider. pages: the pool in the dtype of keys, `[units, elements]`.
         table: int32 `[slots, width]` of one block. slots, positions: int32, at `rows[i]` (at i without rows).
         part, stats: from `scratch`, for at least as many rows as `out` has.
-        launch: keys per tile, warps, stages.
+        launch: keys per tile, warps, stages (the read of the page number takes two of them, two are buffers).
     """
     heads, splits = part.shape[1], part.shape[2]
     tokens = pages.shape[1] // (2 * dim)

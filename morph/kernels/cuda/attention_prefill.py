@@ -87,8 +87,8 @@ def _attend(
 def _tile(rows: int, dim: int) -> tuple[int, int, int]:
     """Query rows per program, warps, stages."""
     if rows <= 16:
-        return 16, 4, 2
-    return (64, 4, 3) if rows <= 64 else (128, 8 if dim > 64 else 4, 3)
+        return 16, 4, 5
+    return (64, 4, 4) if rows <= 64 else (128, 8 if dim > 64 else 4, 4)
 
 
 def paged_attention(
