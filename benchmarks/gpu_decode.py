@@ -63,7 +63,11 @@ def point(bench: Bench, rows: int, context: int, share: float, distinct: int) ->
     mix = [kinds[i % len(kinds)] for i in range(rows)]
     s = sum(map(sum, mix)) / (rows * blocks)
     result: dict[str, Any] = {"batch": rows, "context": context, "layouts": len(kinds), "attention_share": s}
-    for name, layouts in (("attention", [(True,) * blocks] * rows), ("ssm", [(False,) * blocks] * rows), ("mixed", mix)):
+    for name, layouts in (
+        ("attention", [(True,) * blocks] * rows),
+        ("ssm", [(False,) * blocks] * rows),
+        ("mixed", mix),
+    ):
         result[name] = measure(bench, layouts, context, mapped=name != "mixed")
         result[name]["of_floor"] = result[name]["bandwidth"] / COPY_BANDWIDTH
     mean = s * result["attention"]["seconds"] + (1 - s) * result["ssm"]["seconds"]
@@ -99,7 +103,9 @@ def main(
 ) -> None:
     """Time decode steps and write gpu_decode_<shape>.json."""
     bench = Bench.make(shape)
-    table = Table("batch", "context", "attention ms", "ssm", "mixed", "of floor", "own bytes", "surplus", "vs attention")
+    table = Table(
+        "batch", "context", "attention ms", "ssm", "mixed", "of floor", "own bytes", "surplus", "vs attention"
+    )
     entries, claims = [], []
     for text in points.split(","):
         rows, context = map(int, text.split("x"))

@@ -5,9 +5,12 @@
 Few-row cases run as CUDA graphs of calls over operands that take turns, so that nothing stays in the cache.
 """
 
+# Closures here are called before their loop moves on.
+# ruff: noqa: B023
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,7 +54,7 @@ def device_seconds(calls: list[Callable[[], Any]], repeats: int = 15) -> float:
         event.record()
         graph.replay()
     torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in zip(events[2:-1], events[3:], strict=True))
+    times = sorted(a.elapsed_time(b) for a, b in pairwise(events[2:]))
     return times[len(times) // 2] / 1e3 / len(calls)
 
 
@@ -64,7 +67,7 @@ def row_map_figures(say: Callable[[str], None]) -> list[dict[str, Any]]:
             x = torch.randn(rows, HIDDEN, device="cuda", dtype=torch.bfloat16)
             out = torch.empty(rows, n, device="cuda", dtype=torch.bfloat16)
             index = torch.arange(rows, device="cuda", dtype=torch.int32)
-            dense = device_seconds([lambda w=w: torch.mm(x, w.t(), out=out) for w in weights])  # type: ignore[misc]
+            dense = device_seconds([lambda w=w: torch.mm(x, w.t(), out=out) for w in weights])
             for tile in dict.fromkeys([default_tile(rows, n, HIDDEN), *tiles]):
                 times = {}
                 for live in (rows, rows // 2, 8, 0):
@@ -115,8 +118,9 @@ def attention_figures(say: Callable[[str], None]) -> list[dict[str, Any]]:
                 rate = rows * context * KV_HEADS * DIM * 4 / seconds
                 found.append({"rows": rows, "context": context, "launch": launch, "splits": splits,
                               "seconds": seconds, "bytes_per_second": rate})  # fmt: skip
-                say(f"decode attention {rows}x{context} {launch} splits {splits}: {seconds * 1e6:.1f} us {rate / 1e12:.2f} TB/s")
-        del pages
+                say(
+                    f"decode attention {rows}x{context} {launch} splits {splits}: {seconds * 1e6:.1f} us {rate / 1e12:.2f} TB/s"
+                )
     return found
 
 
@@ -125,7 +129,8 @@ def ssm_params(window: int) -> SSMParams:
     angles = torch.rand(1 << 16, DIM // 2, device="cuda")
     channels = (HEADS + 2 * KV_HEADS) * DIM
     return SSMParams(
-        torch.randn(channels, 4, device="cuda"), torch.randn(2 * HEADS, device="cuda"), torch.ones(HEADS, device="cuda"),
+        torch.randn(channels, 4, device="cuda"),
+        torch.randn(2 * HEADS, device="cuda"), torch.ones(HEADS, device="cuda"),
         torch.zeros(HEADS, device="cuda") if window else None, angles.cos(), angles.sin(), window, HEADS, KV_HEADS,
         HEADS, DIM,
     )  # fmt: skip
@@ -179,19 +184,20 @@ def prefill_figures(say: Callable[[str], None], lengths: tuple[int, ...]) -> lis
         entry: dict[str, Any] = {"tokens": n}
 
         def paged() -> None:
-            attention_prefill.paged_attention(q, pages, row, per, 0, DIM**-0.5, KV_HEADS, DIM, out)  # noqa: B023
+            attention_prefill.paged_attention(q, pages, row, per, 0, DIM**-0.5, KV_HEADS, DIM, out)
 
         entry["paged"] = device_seconds([paged], 5)
         query = q.view(n, HEADS, DIM).transpose(0, 1)[None]
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+
             def peer(backend: SDPBackend = backend) -> None:
                 with sdpa_kernel(backend):
-                    F.scaled_dot_product_attention(query, k, v, is_causal=True, enable_gqa=True)  # noqa: B023
+                    F.scaled_dot_product_attention(query, k, v, is_causal=True, enable_gqa=True)
+
             try:
                 entry[backend.name] = device_seconds([peer], 5)
             except RuntimeError as error:
                 say(f"{backend.name}: {error}"[:200])
-        del pages
         for window in (0, 64):
             params = ssm_params(window)
             width = HEADS + (KV_HEADS if window else 0)
@@ -221,13 +227,25 @@ def claims_of(row_maps: list[dict[str, Any]], attention: list[dict[str, Any]], s
     for entry in row_maps:
         if entry["tile"] == list(default_tile(entry["rows"], entry["n"], HIDDEN)):
             value = entry["cublas"] / entry["live"][entry["rows"]]
-            claims.append({"id": f"gpu.row_map.{entry['n']}x{entry['rows']}.vs_cublas", "value": value, "goal": ">= 0.9"})
+            claims.append(
+                {"id": f"gpu.row_map.{entry['n']}x{entry['rows']}.vs_cublas", "value": value, "goal": ">= 0.9"}
+            )
     first = next(e for e in attention if (e["rows"], e["context"], e["launch"]) == (64, 8192, DECODE[0]))
-    claims.append({"id": "gpu.decode_attention.64x8192.of_floor", "value": first["bytes_per_second"] / bandwidth, "goal": ">= 0.8"})
-    claims.append({"id": "gpu.state_update.64.of_floor", "value": states[0]["bytes_per_second"] / bandwidth, "goal": ">= 0.8"})
+    claims.append(
+        {
+            "id": "gpu.decode_attention.64x8192.of_floor",
+            "value": first["bytes_per_second"] / bandwidth,
+            "goal": ">= 0.8",
+        }
+    )
+    claims.append(
+        {"id": "gpu.state_update.64.of_floor", "value": states[0]["bytes_per_second"] / bandwidth, "goal": ">= 0.8"}
+    )
     for entry in prefill:
         best = min(entry[b] for b in ("FLASH_ATTENTION", "CUDNN_ATTENTION") if b in entry)
-        claims.append({"id": f"gpu.prefill_attention.{entry['tokens']}.vs_sdpa", "value": best / entry["paged"], "goal": ">= 0.9"})
+        claims.append(
+            {"id": f"gpu.prefill_attention.{entry['tokens']}.vs_sdpa", "value": best / entry["paged"], "goal": ">= 0.9"}
+        )
     return claims
 
 

@@ -167,7 +167,9 @@ class CudaKernels:
     def silu_mul(self, gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """See `Kernels.silu_mul`."""
         gate, up = gate_up.chunk(2, dim=-1)
-        return swiglu.silu_mul(gate, up, torch.empty(up.shape, dtype=up.dtype, device=up.device) if out is None else out)
+        return swiglu.silu_mul(
+            gate, up, torch.empty(up.shape, dtype=up.dtype, device=up.device) if out is None else out
+        )
 
     def gate_silu_mul_(self, o: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """See `Kernels.gate_silu_mul_`."""
@@ -288,9 +290,7 @@ class CudaKernels:
         self._dim(storage)
         if out is None:
             out = torch.empty((x_in.shape[0], params.heads * params.head_dim), dtype=x_in.dtype, device=x_in.device)
-        return gdn_prefill.gdn_prefill(
-            x_in, params, storage, self.dtype, table_row, conv_tail, has_state, start, out
-        )
+        return gdn_prefill.gdn_prefill(x_in, params, storage, self.dtype, table_row, conv_tail, has_state, start, out)
 
     def gdn_decode(
         self,

@@ -109,7 +109,9 @@ class Buffers:
     best: torch.Tensor
 
     @classmethod
-    def make(cls, config: ModelConfig, weights: Any, capacity: int, dtype: torch.dtype, device: torch.device) -> Buffers:
+    def make(
+        cls, config: ModelConfig, weights: Any, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> Buffers:
         """Zeroed buffers for a model's weights."""
 
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:

@@ -17,7 +17,7 @@ from morph.kernels.interface import SSMParams
 
 
 class Scratch(NamedTuple):
-    """What passes between the two kernels, float32: q `[rows, heads, d]`, k and v `[rows, kv_heads, d]`, window as q."""
+    """Between the two kernels, float32: q and window `[rows, heads, d]`, k and v `[rows, kv_heads, d]`."""
 
     q: torch.Tensor
     k: torch.Tensor

@@ -36,7 +36,7 @@ def _row_linear(
         return
     i = first + tl.arange(0, BM)
     known = i < live
-    if GATHER or SCATTER:
+    if GATHER or SCATTER:  # noqa: SIM108
         mapped = tl.load(rows + i, mask=known, other=0).to(tl.int64)
     else:
         mapped = i.to(tl.int64)

@@ -24,7 +24,5 @@ def silu_mul(gate: torch.Tensor, up: torch.Tensor, out: torch.Tensor) -> torch.T
     if rows == 0:
         return out
     block = min(2048, triton.next_power_of_2(n))
-    _silu_mul[(rows, triton.cdiv(n, block))](
-        gate, up, out, gate.stride(0), up.stride(0), out.stride(0), n, BLOCK=block
-    )
+    _silu_mul[(rows, triton.cdiv(n, block))](gate, up, out, gate.stride(0), up.stride(0), out.stride(0), n, BLOCK=block)
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,30 +19,33 @@ from morph.kernels.torch_backend import TorchKernels
 from tests.kernels.memory import Pool
 
 
+def _mend_interpreter() -> None:
+    """Two gaps of triton's interpreter, on the CPU only.
 
-def _scalars_as_indices() -> None:
-    """Let the interpreter's one-element arrays be loop bounds: numpy 2.4 no longer converts them by itself."""
-    original = interpreter._patch_lang_tensor
+    numpy 2.4 no longer converts its one-element arrays to loop bounds, and it multiplies the bit patterns of bfloat16
+    as if they were integers.
+    """
+    original, dot = interpreter._patch_lang_tensor, interpreter.InterpreterBuilder.create_dot
 
     def patch(tensor: Any, scope: Any) -> None:
         original(tensor, scope)
         tensor.__index__ = lambda self: int(self.handle.data.item())
 
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != interpreter.tl.bfloat16:
+            return handle
+        values = (handle.data.astype(np.uint32) << 16).view(np.float32)
+        return interpreter.TensorHandle(values, interpreter.tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, widened(a), widened(b), *rest)
+
     interpreter._patch_lang_tensor = patch
+    interpreter.InterpreterBuilder.create_dot = create_dot
 
 
-_scalars_as_indices()
+_mend_interpreter()
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-DOTS = [
-    torch.float32,
-    pytest.param(
-        torch.bfloat16,
-        marks=pytest.mark.skipif(
-            DEVICE.type == "cpu", reason="triton's interpreter multiplies the bit patterns of bfloat16 as integers"
-        ),
-    ),
-]
-"""Dtypes of kernels that multiply tiles."""
 BOUND = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 """Largest relative difference from the reference, which keeps float32 activations."""
 

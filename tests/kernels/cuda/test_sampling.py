@@ -27,9 +27,7 @@ PARAMS = [
 def test_draws_equal_the_host(position: int) -> None:
     logits = 3 * torch.randn(len(PARAMS), 777)
     logits[1, 10:20] = 4.0  # ties across the limit of top-k
-    rows = [
-        (p.temperature, p.top_k or 0, p.top_p, p.min_p, uniform(7 + i, position)) for i, p in enumerate(PARAMS)
-    ]
+    rows = [(p.temperature, p.top_k or 0, p.top_p, p.min_p, uniform(7 + i, position)) for i, p in enumerate(PARAMS)]
     got = draw_tokens(logits.to(DEVICE), Draws.of(rows, DEVICE), sort=True).tolist()
     for i, params in enumerate(PARAMS):
         request = SimpleNamespace(params=params, seed=7 + i, num_tokens=position)
