@@ -118,9 +118,8 @@ def attention_figures(say: Callable[[str], None]) -> list[dict[str, Any]]:
                 rate = rows * context * KV_HEADS * DIM * 4 / seconds
                 found.append({"rows": rows, "context": context, "launch": launch, "splits": splits,
                               "seconds": seconds, "bytes_per_second": rate})  # fmt: skip
-                say(
-                    f"decode attention {rows}x{context} {launch} splits {splits}: {seconds * 1e6:.1f} us {rate / 1e12:.2f} TB/s"
-                )
+                shown = f"{seconds * 1e6:.1f} us {rate / 1e12:.2f} TB/s"
+                say(f"decode attention {rows}x{context} {launch} splits {splits}: {shown}")
     return found
 
 
@@ -264,7 +263,8 @@ def main(
     claims = claims_of(*parts, bandwidth)
     content = {
         "name": "gpu_kernels", **header(), "device": torch.cuda.get_device_name(), "copy_bytes_per_second": bandwidth,
-        "row_map": parts[0], "decode_attention": parts[1], "state_update": parts[2], "prefill": parts[3], "claims": claims,
+        "row_map": parts[0], "decode_attention": parts[1], "state_update": parts[2], "prefill": parts[3],
+        "claims": claims,
     }  # fmt: skip
     write_results(results, "gpu_kernels", content)
     table = Table("claim", "value", "goal")

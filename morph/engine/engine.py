@@ -216,8 +216,26 @@ class Engine:
         changed = self._decode()
         cohort = scheduler.next_cohort(self.config.num_blocks)
         if cohort is not None:
-            changed += self._prefill(cohort)
+            try:
+                changed += self._prefill(cohort)
+            except torch.OutOfMemoryError as error:
+                changed += self._give_up(cohort, error)
         return changed
+
+    def _give_up(self, cohort: Cohort, error: torch.OutOfMemoryError) -> list[Request]:
+        """The device has no room for a cohort's activations: its requests fail, all others go on."""
+        members = list(cohort.requests)
+        cohort.pending = None
+        for request in members:
+            request.error = (
+                f"the device ran out of memory for the activations of {cohort.rows} prompt tokens ({error}); start the "
+                "engine with less memory_bytes or a smaller cohort_tokens, or shorten the prompt"
+            )
+            self.scheduler.counters.failed += 1
+            self._finish(request, "error")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return members
 
     def _decode(self) -> list[Request]:
         yielded = self.scheduler.make_room()

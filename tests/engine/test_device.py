@@ -14,6 +14,7 @@ from morph.engine.device_gates import DeviceGates
 from morph.engine.device_sampling import sample_on_device
 from morph.engine.pace import Pace
 from morph.engine.sampling import sample
+from morph.errors import UnsupportedModel
 from morph.gate.policy import features
 
 PROMPTS = [[(7 * i + 3 * j) % 290 for i in range(40 + 60 * j)] for j in range(4)]
@@ -105,3 +106,27 @@ def test_pace_keeps_to_the_limit() -> None:
     assert pace.blocks(1000) == 2, "slower work counts at once"
     pace.observe(0.02, 1000 * 2)
     assert pace.blocks(1000) == 2, "faster work counts slowly"
+
+
+def test_a_cohort_without_room_fails_alone(tiny_folder: Path) -> None:
+    llm = LLM(str(tiny_folder), dtype="float32", cohort_tokens=64, poison=True)
+    run, failed = llm.engine.runner.run_block, []
+
+    def run_block(cohort: Any, *args: Any, **options: Any) -> None:
+        if any(request.prompt_len == 100 for request in cohort.requests) and cohort.block == 2:
+            failed.append(len(cohort.requests))
+            raise torch.OutOfMemoryError("no room")
+        run(cohort, *args, **options)
+
+    llm.engine.runner.run_block = run_block  # type: ignore[method-assign]
+    outputs = llm.generate(PROMPTS, SamplingParams(max_tokens=3, layout="1010", ignore_eos=True))
+    assert [o.finish_reason for o in outputs] == ["length", "error", "length", "length"]
+    assert failed == [1] and "no room" in str(outputs[1].error)
+    llm.engine.check()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_missing_gpu_is_a_clear_error(tiny_folder: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed (extra `cuda`)")
+    with pytest.raises(UnsupportedModel, match="device='cpu'"):
+        LLM(str(tiny_folder), device="cuda")

@@ -185,7 +185,12 @@ class CudaKernels:
     def _pages(self, storage: torch.Tensor) -> torch.Tensor:
         return storage.view(self.dtype)
 
-    def _dim(self, storage: torch.Tensor) -> int:
+    def head_dim(self, storage: torch.Tensor) -> int:
+        """Head dim of a pool.
+
+        Raises:
+            UnsupportedModel: the kernels do not have it.
+        """
         dim = int((storage.shape[1] // 4) ** 0.5)
         if dim & (dim - 1) or dim < 16:
             raise UnsupportedModel(f"head_dim is {dim}; the CUDA kernels want a power of two, use MORPH_KERNELS=torch")
@@ -208,7 +213,7 @@ class CudaKernels:
         """See `Kernels.rope_write_kv_`."""
         rope.rope_write_kv(
             qkv, cos, sin, positions, slots, q_norm, k_norm, eps, self._pages(storage), table, max_pages,
-            self.num_kv_heads, self._dim(storage),
+            self.num_kv_heads, self.head_dim(storage),
         )  # fmt: skip
 
     def prefill_attention(
@@ -223,7 +228,7 @@ class CudaKernels:
         exact: bool = False,
     ) -> torch.Tensor:
         """See `Kernels.prefill_attention`; operands are rounded to the dtype of keys."""
-        dim, pages = self._dim(storage), self._pages(storage)
+        dim, pages = self.head_dim(storage), self._pages(storage)
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if start == 0 and q.shape[0] >= SDPA_ROWS and q.is_cuda and self.dtype is torch.bfloat16:
@@ -265,7 +270,7 @@ class CudaKernels:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Kernels.decode_attention`."""
-        dim = self._dim(storage)
+        dim = self.head_dim(storage)
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         splits = attention_decode.splits_for(len(slots), self.num_kv_heads, max_pages)
@@ -287,7 +292,7 @@ class CudaKernels:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Kernels.gdn_prefill`."""
-        self._dim(storage)
+        self.head_dim(storage)
         if out is None:
             out = torch.empty((x_in.shape[0], params.heads * params.head_dim), dtype=x_in.dtype, device=x_in.device)
         return gdn_prefill.gdn_prefill(x_in, params, storage, self.dtype, table_row, conv_tail, has_state, start, out)
@@ -304,7 +309,7 @@ class CudaKernels:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `Kernels.gdn_decode`."""
-        rows, dim = x_in.shape[0], self._dim(storage)
+        rows, dim = x_in.shape[0], self.head_dim(storage)
         if out is None:
             out = torch.empty((rows, params.heads * dim), dtype=x_in.dtype, device=x_in.device)
         scratch = gdn_decode.Scratch.make(rows, params.heads, params.kv_heads, dim, x_in.device)

@@ -20,6 +20,9 @@ class CudaDecoder:
         weights: `ModelWeights` packed by `kernels`. memory: page tables of the model's requests.
         cos, sin: float32 `[max_context, head_dim / 2]`.
         sums: float64 `[slots, blocks, hidden]`, running sums of the normed inputs.
+
+    Raises:
+        UnsupportedModel: a head_dim that the kernels do not have.
     """
 
     embeds = True
@@ -34,6 +37,7 @@ class CudaDecoder:
         sin: torch.Tensor,
         sums: torch.Tensor,
     ) -> None:
+        kernels.head_dim(memory.pool.storage)
         self.capacity = memory.table.shape[0]
         self.config = config
         self.step = DecodeStep(config, weights, memory, cos, sin, sums, kernels.dtype, self.capacity)
