@@ -96,6 +96,8 @@ def _load(path: str | Path, engine_config: EngineConfig, device: str) -> LoadedM
     pool = UnitPool(units, layout.unit_bytes, kernels.device, engine_config.poison)
     tables = PageTables(pool, layout, config, engine_config.max_requests, kernels.device)
     runner = ModelRunner(config, weights, kernels, tables, cos, sin, engine_config.token_tile)
+    if runner.decoder is not None:
+        runner.decoder.warm_up(range(1, engine_config.max_requests + 1))
     tokenizer = load_tokenizer(source.tokenizer_dir)
     policy_for = Gates.load(source).policy if source.meta.get("gate") else None
     engine = Engine(config, engine_config, runner, tokenizer, policy_for, max_context)

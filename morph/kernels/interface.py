@@ -12,7 +12,7 @@ Results of one row never depend on the other rows of the call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -150,6 +150,10 @@ class Decoder(Protocol):
 
     def prepare(self, paths: Sequence[tuple[PathRows | None, PathRows | None]]) -> Any:
         """Row lists of a batch, (attention, ssm) per block, in the backend's form; valid while they are."""
+        ...
+
+    def warm_up(self, sizes: Iterable[int]) -> None:
+        """Make ready for batches of these sizes, so that no request waits for it."""
         ...
 
     def run(self, prepared: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

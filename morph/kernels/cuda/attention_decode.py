@@ -112,8 +112,11 @@ def _combine(
 
 
 def splits_for(rows: int, kv_heads: int, max_pages: int, processors: int = 132) -> int:
-    """How many programs share a (row, kv head): enough for every processor when few rows take attention."""
-    wanted = max(1, 16 * processors // max(1, rows * kv_heads))
+    """How many programs share a (row, kv head): enough for every processor when few rows take attention.
+
+    At least four, because a batch of many rows may have few on this path.
+    """
+    wanted = max(4, 16 * processors // max(1, rows * kv_heads))
     return min(64, triton.next_power_of_2(wanted), triton.next_power_of_2(triton.cdiv(max_pages, LEAST_PAGES)))
 
 

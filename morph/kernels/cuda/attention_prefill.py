@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# Lengths differ from prompt to prompt: a kernel of its own for each divisor would compile while requests wait.
+@triton.jit(do_not_specialize=["n", "start", "before"])
 def _attend(
     q, kv, values, table, out, stride_q, stride_k, stride_v, stride_out, max_pages, n, start, before, scale,
     UNIT: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, PT: tl.constexpr, PAGED: tl.constexpr,

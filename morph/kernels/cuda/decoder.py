@@ -50,13 +50,13 @@ class CudaDecoder:
         return RowLists.build(paths, self.config.block_kinds, self.capacity, self.step.buffers.tokens.device)
 
     def run(
-        self, prepared: RowLists, tokens: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
+        self, prepared: RowLists, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor
     ) -> torch.Tensor:
         """One step: logits float32 `[rows, vocab]`, valid until the next step.
 
         Args:
             prepared: from `prepare`.
-            tokens: int64 `[rows]`, the last tokens; the embedding is looked up inside.
+            hidden: int64 `[rows]`, the last tokens (`embeds`); their embeddings are looked up inside.
             positions, slots: int32 `[rows]`.
         """
         rows = len(slots)
@@ -67,21 +67,19 @@ class CudaDecoder:
         if prepared is not self._current:
             buffers.fill(prepared)
             self._current = prepared
-        buffers.set_rows(tokens, positions, slots, bucket)
+        buffers.set_rows(hidden, positions, slots, bucket)
         if graph is None:
             self.step.run(bucket, prepared.uniform)
         else:
             graph.replay()
         return buffers.logits[:rows]
 
-    def warm_up(self, sizes: Iterable[int], uniforms: Iterable[str | None] = (None, "attention", "ssm")) -> None:
-        """Compile and capture ahead of the first request.
-
-        Args:
-            sizes: batch sizes. uniforms: see `RowLists.uniform`.
-        """
-        for uniform in uniforms:
-            for size in sorted({bucket_of(size, self.capacity) for size in sizes}, reverse=True):
+    def warm_up(self, sizes: Iterable[int]) -> None:
+        """See `Decoder.warm_up`: compiles and captures."""
+        buckets = sorted({bucket_of(size, self.capacity) for size in sizes}, reverse=True)
+        # Without adaptive blocks every batch is alike, see `RowLists.uniform`.
+        for uniform in (None, "attention", "ssm") if self.config.is_adaptive else ("attention",):
+            for size in buckets:
                 self._graph(size, uniform)
 
     def _graph(self, bucket: int, uniform: str | None) -> torch.cuda.CUDAGraph | None:

@@ -13,7 +13,8 @@ from morph.kernels.gated_delta.fla import MAX_HEAD_DIM, fla_chunk_rule, has_fla
 from morph.kernels.interface import SSMParams
 
 
-@triton.jit
+# Lengths differ from prompt to prompt: a kernel of its own for each divisor would compile while requests wait.
+@triton.jit(do_not_specialize=["n"])
 def _conv_norm(
     x, w, tail, q, k, v, n, stride_x, stride_tap, HAS_TAIL: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
     REPEAT: tl.constexpr, D: tl.constexpr, TAPS: tl.constexpr, BT: tl.constexpr,

@@ -7,7 +7,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# Lengths differ from prompt to prompt: a kernel of its own for each divisor would compile while requests wait.
+@triton.jit(do_not_specialize=["limit"])
 def _rope_write_kv(
     qkv, cos, sin, positions, slots, rows, count, q_norm, k_norm, pages, table, stride_qkv, stride_table, max_pages,
     eps, limit, UNIT: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, PT: tl.constexpr,
