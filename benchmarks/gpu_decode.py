@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.claims import RESULTS
-from benchmarks.gpu_models import SHAPES, Bench, Layout, random_layouts
+from benchmarks.gpu_models import SHAPES, Bench, Layout, random_layouts, recorded_layouts
 from benchmarks.report import header, write_results
 
 COPY_BANDWIDTH = 4.3e12
@@ -56,13 +56,12 @@ def measure(bench: Bench, layouts: list[Layout], context: int, mapped: bool = Fa
     return result
 
 
-def point(bench: Bench, rows: int, context: int, share: float, distinct: int) -> dict[str, Any]:
+def point(bench: Bench, rows: int, context: int, kinds: list[Layout]) -> dict[str, Any]:
     """All-attention, all-ssm and a mix at one batch size and context."""
     blocks = bench.config.num_blocks
-    kinds = random_layouts(bench.config, min(rows, distinct), share)
     mix = [kinds[i % len(kinds)] for i in range(rows)]
     s = sum(map(sum, mix)) / (rows * blocks)
-    result: dict[str, Any] = {"batch": rows, "context": context, "layouts": len(kinds), "attention_share": s}
+    result: dict[str, Any] = {"batch": rows, "context": context, "layouts": len(set(mix)), "attention_share": s}
     for name, layouts in (
         ("attention", [(True,) * blocks] * rows),
         ("ssm", [(False,) * blocks] * rows),
@@ -99,6 +98,9 @@ def main(
     points: Annotated[str, typer.Option(help="BATCHxCONTEXT, comma separated.")] = "64x1024,64x8192,48x16384",
     share: Annotated[float, typer.Option(help="Share of attention in the mix.")] = 0.25,
     distinct: Annotated[int, typer.Option(help="Distinct layouts in the mix.")] = 64,
+    recorded: Annotated[
+        Path | None, typer.Option(help="Draw the mix from this file of recorded layouts, one bit string per line.")
+    ] = None,
     results: Annotated[Path, typer.Option("--results", help="Folder of result files.")] = RESULTS,
 ) -> None:
     """Time decode steps and write gpu_decode_<shape>.json."""
@@ -109,7 +111,11 @@ def main(
     entries, claims = [], []
     for text in points.split(","):
         rows, context = map(int, text.split("x"))
-        entry = point(bench, rows, context, share, distinct)
+        if recorded is None:
+            kinds = random_layouts(bench.config, min(rows, distinct), share)
+        else:
+            kinds = recorded_layouts(bench.config, recorded, rows)
+        entry = point(bench, rows, context, kinds)
         entries.append(entry)
         claims += claims_of(shape, entry)
         table.add_row(
@@ -120,7 +126,7 @@ def main(
         )  # fmt: skip
         content = {
             "name": f"gpu_decode_{shape}", **header(), "device": torch.cuda.get_device_name(),
-            "weights": "random", "layouts": f"random, {distinct} distinct, {share} attention per block",
+            "weights": "random", "layouts": recorded.name if recorded else f"random, {distinct} distinct, {share} attention per block",
             "floor_bytes_per_second": COPY_BANDWIDTH, "points": entries, "claims": claims,
         }  # fmt: skip
         write_results(results, f"gpu_decode_{shape}", content)

@@ -7,6 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 
@@ -79,6 +80,26 @@ def random_layouts(config: ModelConfig, count: int, share: float, seed: int = 0)
     while len(found) < count:
         found[tuple(rng.random() < share for _ in range(config.num_blocks))] = None
     return list(found)
+
+
+def recorded_layouts(config: ModelConfig, path: Path, count: int, seed: int = 0) -> list[Layout]:
+    """`count` layouts drawn from recorded gate decisions: a file with one bit string per line.
+
+    A recording of a model with another number of blocks is stretched: a block takes the bit of the block at the same
+    relative depth.
+
+    Raises:
+        ValueError: the file holds no layout, or a line is no bit string.
+    """
+    lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    if not lines:
+        raise ValueError(f"{path} holds no layout; write one bit string per line, as answers report them")
+    for number, line in enumerate(lines, 1):
+        if set(line) - {"0", "1"}:
+            raise ValueError(f"line {number} of {path} is {line!r}; write 0 and 1 only")
+    blocks = config.num_blocks
+    drawn = random.Random(seed).choices(lines, k=count)
+    return [tuple(line[i * len(line) // blocks] == "1" for i in range(blocks)) for line in drawn]
 
 
 @dataclass

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="triton is not installed (extra `cuda`)")
 
-from benchmarks.gpu_models import SHAPES, random_layouts
+from benchmarks.gpu_models import SHAPES, random_layouts, recorded_layouts
 from benchmarks.gpu_serving import arrivals, knee
 
 
@@ -31,3 +32,12 @@ def test_layouts_differ_and_have_the_share() -> None:
     layouts = random_layouts(SHAPES["8b"], 64, 0.25)
     assert len(set(layouts)) == 64
     assert sum(map(sum, layouts)) / (64 * 32) == pytest.approx(0.25, abs=0.04)
+
+
+def test_recorded_layouts_are_stretched_to_the_model(tmp_path: Path) -> None:
+    file = tmp_path / "layouts.txt"
+    file.write_text("10\n\n10\n")
+    assert recorded_layouts(SHAPES["1b"], file, 3) == [(True,) * 8 + (False,) * 8] * 3
+    file.write_text("10\n12\n")
+    with pytest.raises(ValueError, match="line 2"):
+        recorded_layouts(SHAPES["1b"], file, 3)

@@ -221,3 +221,45 @@ def test_gated_delta_prefill_then_decode(window: int, state_heads: str, dtype: t
     ours, theirs = (p.storage.cpu()[rest].view(dtype).float() for p in (mine, pool))
     assert torch.equal(ours.isnan(), theirs.isnan()), "other units were written"
     assert torch.allclose(ours.nan_to_num(), theirs.nan_to_num(), atol=1e-5, rtol=1e-2), "rings differ"
+
+
+def test_offsets_beyond_two_to_the_31_elements() -> None:
+    dim, kv_heads, tokens = 64, 1, 40
+    kernels, reference = pair(torch.bfloat16, kv_heads)
+    units = 2**31 // (dim * dim * 2) + 8
+    # Reserved but never touched where the system maps memory lazily: 4 GiB of which three units are used.
+    storage = torch.empty(units, dim * dim * 4, dtype=torch.uint8, device=DEVICE)
+    small = Pool.make(1, 3, dim, torch.bfloat16)
+    table = torch.tensor([[units - 1, units - 2, units - 3]], dtype=torch.int32)
+    cos, sin = rope_tables(64, dim)
+    qkv = torch.randn(tokens, 4 * dim).to(torch.bfloat16)
+    positions, slots = torch.arange(tokens, dtype=torch.int32), torch.zeros(tokens, dtype=torch.int32)
+    want, got = qkv.clone().float(), qkv.to(DEVICE, copy=True)
+    reference.rope_write_kv_(want, cos, sin, positions, None, None, 0, small.storage, small.table, slots, 1)
+    kernels.rope_write_kv_(
+        got, cos.to(DEVICE), sin.to(DEVICE), positions.to(DEVICE), None, None, 0.0, storage, table.to(DEVICE),
+        slots.to(DEVICE), 1,
+    )  # fmt: skip
+    last = torch.tensor([tokens], dtype=torch.int32)
+    expected = reference.decode_attention(
+        want[-1:, : 2 * dim], small.storage, small.table, 1, slots[:1], last, dim**-0.5
+    )
+    o = kernels.decode_attention(
+        got[-1:, : 2 * dim], storage, table.to(DEVICE), 1, slots[:1].to(DEVICE), last.to(DEVICE), dim**-0.5
+    )
+    close(o, expected, torch.bfloat16)
+    whole = kernels.prefill_attention(got[:, : 2 * dim], storage, table[0].to(DEVICE), 1, 0, dim**-0.5)
+    close(whole[-1:], expected, torch.bfloat16)
+    params = ssm_params(2, 1, dim, "q", 0)
+    x = torch.randn(30, params.qkv_size + 4).to(torch.bfloat16)
+    tails = nan(1, 3, params.qkv_size)
+    my_tails = tails.to(DEVICE, copy=True)
+    on = params_on_device(params)
+    reference.gdn_prefill(x[:29].float(), params, small.storage, small.table[0], tails[0], False, 0)
+    kernels.gdn_prefill(x[:29].to(DEVICE), on, storage, table[0].to(DEVICE), my_tails[0], False, 0)
+    at = torch.tensor([29], dtype=torch.int32)
+    expected = reference.gdn_decode(x[29:].float(), params, small.storage, small.table, slots[:1], tails, at)
+    got = kernels.gdn_decode(
+        x[29:].to(DEVICE), on, storage, table.to(DEVICE), slots[:1].to(DEVICE), my_tails, at.to(DEVICE)
+    )
+    close(got, expected, torch.bfloat16)
