@@ -126,7 +126,8 @@ def main(
         )  # fmt: skip
         content = {
             "name": f"gpu_decode_{shape}", **header(), "device": torch.cuda.get_device_name(),
-            "weights": "random", "layouts": recorded.name if recorded else f"random, {distinct} distinct, {share} attention per block",
+            "weights": "random",
+            "layouts": recorded.name if recorded else f"random, {distinct} distinct, {share} attention per block",
             "floor_bytes_per_second": COPY_BANDWIDTH, "points": entries, "claims": claims,
         }  # fmt: skip
         write_results(results, f"gpu_decode_{shape}", content)
