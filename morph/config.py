@@ -135,6 +135,8 @@ class EngineConfig:
         max_context: longest prompt + answer in tokens; None = the model's.
         prefill_tokens: prompt tokens (times all blocks) worth of prefill work per engine iteration, the bound
             on how long a decode step waits.
+        decode_stall_ms: on an accelerator, the longest that decoding requests wait for prefill between two steps;
+            replaces `prefill_tokens` there once the pace of prefill is known.
         cohort_tokens: most prompt tokens prefilled together.
         token_tile: rows per tile of the MLP in prefill, bounds its activation memory.
         attention_budget: default budget of requests that name none, 0…1.
@@ -146,6 +148,7 @@ class EngineConfig:
     memory_bytes: int | None = None
     max_context: int | None = None
     prefill_tokens: int = 1024
+    decode_stall_ms: float = 50.0
     cohort_tokens: int = 4096
     token_tile: int = 1024
     max_waiting: int = 1024

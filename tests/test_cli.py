@@ -31,7 +31,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     """What every command loads."""
     fake = FakeEngine()
     object.__setattr__(fake.config, "max_context", 16_384)
-    monkeypatch.setattr("morph.cli.loading.load_engine", lambda model, config: fake)
+    monkeypatch.setattr("morph.cli.loading.load_engine", lambda model, config, device="cpu": fake)
     return fake
 
 
@@ -137,7 +137,7 @@ def test_an_answer_that_the_encoding_lacks_is_no_crash() -> None:
     code = (
         "import sys; from tests.server.fake import FakeEngine; import morph.cli.loading as loading; "
         "from morph.cli import main; "
-        "loading.load_engine = lambda model, config: FakeEngine(); sys.exit(main(['chat', 'x']))"
+        "loading.load_engine = lambda model, config, device=\"cpu\": FakeEngine(); sys.exit(main(['chat', 'x']))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

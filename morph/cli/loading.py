@@ -10,7 +10,7 @@ from morph.config import EngineConfig
 from morph.server.serve import ManagedEngine
 
 
-def load_engine(model: str, config: EngineConfig) -> ManagedEngine:
+def load_engine(model: str, config: EngineConfig, device: str = "cpu") -> ManagedEngine:
     """An engine for a model name or path, not started yet; says on stderr what takes the time.
 
     Raises:
@@ -23,7 +23,7 @@ def load_engine(model: str, config: EngineConfig) -> ManagedEngine:
         from morph.engine.async_engine import AsyncEngine
         from morph.hub import resolve_model
 
-        engine = AsyncEngine.from_model(resolve_model(model), config)
+        engine = AsyncEngine.from_model(resolve_model(model), config, device)
     seconds = time.perf_counter() - begin
     console.print(f"loaded {engine.model_name} ({config.dtype}) in {seconds:.1f} s", style="dim", highlight=False)
     return engine

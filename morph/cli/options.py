@@ -39,6 +39,7 @@ ModelArgument = Annotated[
     typer.Argument(metavar="MODEL", help="A name (NAME or NAME@REVISION), a model folder or a .gguf file."),
 ]
 DtypeOption = Annotated[Literal["float32", "bfloat16"], typer.Option("--dtype", help="Type of weights and KV cache.")]
+DeviceOption = Annotated[Literal["cpu", "cuda"], typer.Option("--device", help="Where the model runs.")]
 MemoryOption = Annotated[
     int | None,
     typer.Option(

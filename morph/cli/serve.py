@@ -10,6 +10,7 @@ import typer
 from morph.cli.options import (
     DEFAULTS,
     BudgetOption,
+    DeviceOption,
     DtypeOption,
     MaxContextOption,
     MaxRequestsOption,
@@ -38,6 +39,7 @@ def serve(
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0 = any free one.")] = 8000,
     name: Annotated[str | None, typer.Option("--name", help="Model name for clients; default: the model's.")] = None,
     dtype: DtypeOption = "bfloat16",
+    device: DeviceOption = "cpu",
     max_requests: MaxRequestsOption = DEFAULTS.max_requests,
     max_waiting: Annotated[
         int, typer.Option("--max-waiting", min=1, help="Requests that may queue; more get status 429.")
@@ -68,7 +70,7 @@ def serve(
     from morph.server.serve import serve as serve_http
 
     serve_http(
-        lambda: loading.load_engine(given[0], config),
+        lambda: loading.load_engine(given[0], config, device),
         host=host,
         port=port,
         model_name=name,

@@ -12,6 +12,8 @@ import torch
 from morph.config import EngineConfig, ModelConfig
 from morph.engine.admission import Admission
 from morph.engine.detokenizer import Decoder, Detokenizer
+from morph.engine.device_gates import DeviceGates
+from morph.engine.pace import Pace
 from morph.engine.params import FinishReason, SamplingParams
 from morph.engine.request import Request
 from morph.engine.runner import Cohort, ModelRunner
@@ -54,6 +56,9 @@ class Engine:
         self._policy_for = policy_for
         self._policies: dict[float, GatePolicy] = {}
         self._order = 0
+        on_device = runner.kernels.device.type != "cpu"
+        self._device_gates = DeviceGates(runner.kernels.device) if on_device else None
+        self._pace = Pace(engine_config.decode_stall_ms / 1e3) if on_device else None
         self.steps = 0
         self.decode_rows = 0
         self.prefill_rows = 0
@@ -211,8 +216,26 @@ class Engine:
         changed = self._decode()
         cohort = scheduler.next_cohort(self.config.num_blocks)
         if cohort is not None:
-            changed += self._prefill(cohort)
+            try:
+                changed += self._prefill(cohort)
+            except torch.OutOfMemoryError as error:
+                changed += self._give_up(cohort, error)
         return changed
+
+    def _give_up(self, cohort: Cohort, error: torch.OutOfMemoryError) -> list[Request]:
+        """The device has no room for a cohort's activations: its requests fail, all others go on."""
+        members = list(cohort.requests)
+        cohort.pending = None
+        for request in members:
+            request.error = (
+                f"the device ran out of memory for the activations of {cohort.rows} prompt tokens ({error}); start the "
+                "engine with less memory_bytes or a smaller cohort_tokens, or shorten the prompt"
+            )
+            self.scheduler.counters.failed += 1
+            self._finish(request, "error")
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return members
 
     def _decode(self) -> list[Request]:
         yielded = self.scheduler.make_room()
@@ -233,8 +256,14 @@ class Engine:
         share = blocks
         if self.scheduler.running or len(self.scheduler.cohorts) > 1:
             share = max(1, self.engine_config.prefill_tokens * blocks // cohort.rows)
-        for _ in range(min(share, blocks - cohort.block)):
+            if self._pace is not None:
+                share = self._pace.blocks(cohort.rows) or share
+        share, prompt_rows = min(share, blocks - cohort.block), cohort.rows
+        begin = self._pace.start() if self._pace is not None else None
+        for _ in range(share):
             self._prefill_block(cohort)
+        if self._pace is not None and begin is not None:
+            self._pace.stop(begin, prompt_rows, share)
         if cohort.block < blocks:
             return []
         logits = self.runner.finish_cohort(cohort)
@@ -257,27 +286,37 @@ class Engine:
     def _prefill_block(self, cohort: Cohort) -> None:
         block = cohort.block
         normed = self.runner.norm_block(cohort)
+        utilities = self._device_gates.predict(self.runner, cohort, normed) if self._device_gates is not None else {}
         for index, request in enumerate(cohort.requests):
             rows = normed[cohort.starts[index] : cohort.starts[index + 1]]
             if len(request.bits) <= block:
-                request.bits.append(self._decide(request, block, rows))
+                request.bits.append(self._decide(request, block, rows, utilities.get(request.id)))
             elif self.config.is_adaptive:
                 self.runner.sum_tokens(request, block, rows)
             self.admission.open_block(request, block, request.bits[block])
         last_only = block + 1 == self.config.num_blocks and not any(map(_wants_prompt_logits, cohort.requests))
         self.runner.run_block(cohort, normed, [request.bits[block] for request in cohort.requests], last_only)
 
-    def _decide(self, request: Request, block: int, rows: torch.Tensor) -> bool:
-        """The block's bit, from what the gate sees of the prompt; keeps the running sums of all its tokens."""
+    def _decide(self, request: Request, block: int, rows: torch.Tensor, utility: float | None = None) -> bool:
+        """The block's bit, from what the gate sees of the prompt; keeps the running sums of all its tokens.
+
+        Args:
+            utility: û where it was predicted on the device; the sums then hold what the gate saw already.
+        """
         seen = request.gate_tokens if request.policy is not None else len(rows)
-        sums = self.runner.sum_tokens(request, block, rows[:seen]) if self.config.is_adaptive else None
+        sums = None
+        if utility is None and self.config.is_adaptive:
+            sums = self.runner.sum_tokens(request, block, rows[:seen])
         if request.policy is None:
             assert request.fixed is not None
             return request.fixed[block]
-        assert sums is not None
         kind = self.config.block_kinds[block]
         if kind == "adaptive":
-            decision = request.policy.decide(block, sums, rows[seen - 1], seen, request.carry)
+            if utility is not None:
+                decision = request.policy.decided(block, utility, seen, request.carry)
+            else:
+                assert sums is not None
+                decision = request.policy.decide(block, sums, rows[seen - 1], seen, request.carry)
             request.carry = decision.carry
             request.utilities.append(decision.utility)
             bit = decision.attention

@@ -23,8 +23,9 @@ from morph.memory.tables import PageTables, UnitLayout
 from morph.model.rope import rope_tables
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-MEMORY_SHARE = 0.4
-"""Share of the free memory that the pool takes at most when no size is given."""
+MEMORY_SHARE = {"cpu": 0.4, "cuda": 0.85}
+"""Share of the free memory that the pool takes at most when no size is given; on CUDA the weights are loaded by then,
+and activations of prefill, graphs and the libraries' own buffers need the rest."""
 
 
 @dataclass
@@ -51,8 +52,18 @@ def load_engine(path: str | Path, engine_config: EngineConfig, device: str = "cp
     Raises:
         ModelNotFound, CorruptFile, UnsupportedModel: the model cannot be read.
         InvalidRequest: a limit that makes no sense for this model.
-        OutOfMemory: the pool would not hold one page per block.
+        OutOfMemory: the pool would not hold one page per block, or the weights do not fit the device.
     """
+    try:
+        return _load(path, engine_config, device)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemory(
+            f"{path} does not fit the memory of {device}: {error}; lower memory_bytes ({engine_config.memory_bytes}) "
+            "or max_requests, or use a smaller model"
+        ) from error
+
+
+def _load(path: str | Path, engine_config: EngineConfig, device: str) -> LoadedModel:
     if engine_config.dtype not in DTYPES:
         raise InvalidRequest(f"dtype {engine_config.dtype!r} is unknown; use float32 or bfloat16", "dtype")
     source = open_model(Path(path))
@@ -71,7 +82,9 @@ def load_engine(path: str | Path, engine_config: EngineConfig, device: str = "cp
     per_block = max(layout.attention_units(max_context), layout.state_units)
     wanted = engine_config.max_requests * config.num_blocks * per_block
     if engine_config.memory_bytes is None:
-        units = min(wanted, int(available_memory(kernels.device) * MEMORY_SHARE) // layout.unit_bytes)
+        units = min(
+            wanted, int(available_memory(kernels.device) * MEMORY_SHARE[kernels.device.type]) // layout.unit_bytes
+        )
     else:
         units = min(wanted, engine_config.memory_bytes // layout.unit_bytes)
     least = config.num_blocks * max(layout.attention_units(2), layout.state_units)
@@ -83,6 +96,8 @@ def load_engine(path: str | Path, engine_config: EngineConfig, device: str = "cp
     pool = UnitPool(units, layout.unit_bytes, kernels.device, engine_config.poison)
     tables = PageTables(pool, layout, config, engine_config.max_requests, kernels.device)
     runner = ModelRunner(config, weights, kernels, tables, cos, sin, engine_config.token_tile)
+    if runner.decoder is not None:
+        runner.decoder.warm_up(range(1, engine_config.max_requests + 1))
     tokenizer = load_tokenizer(source.tokenizer_dir)
     policy_for = Gates.load(source).policy if source.meta.get("gate") else None
     engine = Engine(config, engine_config, runner, tokenizer, policy_for, max_context)

@@ -111,7 +111,7 @@ class ModelRunner:
         self.cos, self.sin = cos, sin
         self.token_tile = token_tile
         self.scale = config.head_dim**-0.5
-        self.workspace = Workspace(kernels.device)
+        self.workspace = Workspace(kernels.device, kernels.activations)
         slots = tables.table.shape[0]
         # Running sums of each block's normed inputs: what the gates of a longer prompt continue from.
         self.sums = torch.zeros(
@@ -345,10 +345,12 @@ class ModelRunner:
         device = kernels.device
         tokens = torch.tensor([request.tokens[-1] for request in requests], device=device)
         positions = torch.tensor([request.cached for request in requests], dtype=torch.int32, device=device)
+        if self.decoder is not None and batch.prepared is None:
+            batch.prepared = self.decoder.prepare(batch.paths)
+        if self.decoder is not None and self.decoder.embeds:
+            return self.decoder.run(batch.prepared, tokens, positions, batch.slots)
         hidden = self.weights.embedding.rows(tokens)
         if self.decoder is not None:
-            if batch.prepared is None:
-                batch.prepared = self.decoder.prepare(batch.paths)
             return self.decoder.run(batch.prepared, hidden, positions, batch.slots)
         pending: torch.Tensor | None = None
         picked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -10,16 +10,17 @@ import torch
 
 
 class Workspace:
-    """Named float32 buffers. A buffer's contents live until the same name is taken again."""
+    """Named buffers. A buffer's contents live until the same name is taken again."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self._device = device
+        self._dtype = dtype
         self._buffers: dict[str, torch.Tensor] = {}
 
     def take(self, name: str, rows: int, columns: int) -> torch.Tensor:
-        """An uninitialised contiguous float32 `[rows, columns]`."""
+        """An uninitialised contiguous `[rows, columns]`."""
         size = rows * columns
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
-            buffer = self._buffers[name] = torch.empty(size, dtype=torch.float32, device=self._device)
+            buffer = self._buffers[name] = torch.empty(size, dtype=self._dtype, device=self._device)
         return buffer[:size].view(rows, columns)

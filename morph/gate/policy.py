@@ -180,7 +180,10 @@ class UtilityPolicy:
             raise InvalidRequest(f"block {block} is static; its mixer is not a choice")
         if self.cost.saved_seconds(block, n) <= 0:
             return Decision(True, 0.0, carry)
-        utility = gate.predict(sums, last, n)
+        return self.decided(block, gate.predict(sums, last, n), n, carry)
+
+    def decided(self, block: int, utility: float, n: int, carry: Any = None) -> Decision:
+        """The decision, given û (predicted elsewhere)."""
         return Decision(self.attention(block, utility, n), utility, carry)
 
     def attention(self, block: int, utility: float, n: int) -> bool:

@@ -18,9 +18,9 @@ _log = logging.getLogger(__name__)
 
 
 def get_kernels(device: torch.device | str, dtype: torch.dtype, num_kv_heads: int) -> Kernels:
-    """The backend for a device: C++ on CPU, plain torch elsewhere or where no compiler is found.
+    """The backend for a device: C++ on CPU (plain torch where no compiler is found), Triton and cuBLAS on CUDA.
 
-    The environment variable MORPH_KERNELS forces `torch` or `native`; `auto` is the default.
+    The environment variable MORPH_KERNELS forces `torch` on any device or `native` on the CPU; `auto` is the default.
 
     Args:
         dtype: of weights, keys and values: float32 or bfloat16.
@@ -28,8 +28,13 @@ def get_kernels(device: torch.device | str, dtype: torch.dtype, num_kv_heads: in
 
     Raises:
         KernelBuildError: `native` is forced and cannot be built.
+        UnsupportedModel: a CUDA device that is not there or is too old.
         ValueError: MORPH_KERNELS has another value.
     """
+    if torch.device(device).type == "cuda" and os.environ.get("MORPH_KERNELS", "auto") != "torch":
+        from morph.kernels.cuda.backend import CudaKernels
+
+        return CudaKernels(device, dtype, num_kv_heads)
     if torch.device(device).type != "cpu" or (library := native_library()) is None:
         return TorchKernels(device, dtype, num_kv_heads)
     from morph.kernels.native_backend import NativeKernels

@@ -41,7 +41,9 @@ def native_gate(fc1: torch.Tensor, bias1: torch.Tensor, fc2: torch.Tensor, bias2
     hidden, width = fc1.shape[1] // 2, fc1.shape[0]
 
     def predict(sums: torch.Tensor, last: torch.Tensor, n: int, kept: list[torch.Tensor] = kept) -> float:
-        assert sums.dtype is torch.float64 and sums.is_contiguous() and last.is_contiguous()
+        assert (
+            sums.device.type == "cpu" and sums.dtype is torch.float64 and sums.is_contiguous() and last.is_contiguous()
+        )
         return function(sums.data_ptr(), last.data_ptr(), hidden, n, *weights, bias2, width)
 
     return predict

@@ -12,7 +12,7 @@ Results of one row never depend on the other rows of the call.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -140,10 +140,20 @@ class PathRows(Protocol):
 
 
 class Decoder(Protocol):
-    """A backend's own way through a whole decode step: the same operations and the same bits, in one call."""
+    """A backend's own way through a whole decode step: the same operations and the same bits, in one call.
+
+    Attributes:
+        embeds: `run` looks the embeddings up itself: it gets token ids int64 `[rows]` in place of `hidden`.
+    """
+
+    embeds: bool
 
     def prepare(self, paths: Sequence[tuple[PathRows | None, PathRows | None]]) -> Any:
         """Row lists of a batch, (attention, ssm) per block, in the backend's form; valid while they are."""
+        ...
+
+    def warm_up(self, sizes: Iterable[int]) -> None:
+        """Make ready for batches of these sizes, so that no request waits for it."""
         ...
 
     def run(self, prepared: Any, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -161,14 +171,16 @@ class Kernels(Protocol):
     """Every operation of the forward pass. `out` tensors are contiguous and may be None = allocate.
 
     Attributes:
-        name: `torch` or `native`.
+        name: `torch`, `native` or `cuda`.
         device, dtype: where, and of weights, keys and values.
+        activations: dtype of what passes between operations; the residual stream is float32 in any case.
         num_kv_heads: of the model that the backend serves.
     """
 
     name: str
     device: torch.device
     dtype: torch.dtype
+    activations: torch.dtype
     num_kv_heads: int
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLinear:

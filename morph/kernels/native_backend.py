@@ -134,6 +134,7 @@ class NativeKernels(TorchKernels):
     """
 
     name = "native"
+    activations = torch.float32
 
     def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, num_kv_heads: int, threads: int | None = None) -> None:
         super().__init__("cpu", dtype, num_kv_heads)

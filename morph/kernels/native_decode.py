@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +74,8 @@ class NativeDecoder:
         sums: float64 `[slots, blocks, hidden]`, running sums of the normed inputs.
     """
 
+    embeds = False
+
     def __init__(
         self,
         kernels: NativeKernels,
@@ -116,6 +118,9 @@ class NativeDecoder:
     def prepare(self, paths: Sequence[tuple[PathRows | None, PathRows | None]]) -> Paths:
         """See `Decoder.prepare`."""
         return Paths(paths)
+
+    def warm_up(self, sizes: Iterable[int]) -> None:
+        """See `Decoder.warm_up`; there is nothing to do."""
 
     def run(self, prepared: Paths, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """See `Decoder.run`."""

@@ -57,6 +57,7 @@ class TorchKernels:
     """
 
     name = "torch"
+    activations = torch.float32
 
     def __init__(self, device: torch.device | str, dtype: torch.dtype, num_kv_heads: int) -> None:
         self.device = torch.device(device)
