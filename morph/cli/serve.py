@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -51,6 +53,14 @@ def serve(
         int | None,
         typer.Option("--max-body", parser=parse_size, metavar="SIZE", help="Largest request body; default: 8MiB."),
     ] = None,
+    key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-key-file",
+            envvar="MORPH_API_KEY_FILE",
+            help="API keys, one a line; clients must send one. Keys in MORPH_API_KEY (comma-separated) count too.",
+        ),
+    ] = None,
     drain: Annotated[
         float, typer.Option("--drain", min=0, help="Seconds that running requests get to finish at SIGTERM.")
     ] = 60.0,
@@ -67,8 +77,10 @@ def serve(
 
     from morph.cli import loading
     from morph.server.body import MAX_BODY_BYTES
+    from morph.server.keys import read_keys
     from morph.server.serve import serve as serve_http
 
+    keys = read_keys(key_file, os.environ.get("MORPH_API_KEY"))
     serve_http(
         lambda: loading.load_engine(given[0], config, device),
         host=host,
@@ -76,5 +88,6 @@ def serve(
         model_name=name,
         drain_s=drain,
         max_body_bytes=MAX_BODY_BYTES if max_body is None else max_body,
+        api_keys=keys,
         on_ready=lambda url, shown: typer.echo(READY.format(name=shown, url=url)),
     )

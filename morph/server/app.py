@@ -9,24 +9,31 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
-from morph.server import dashboard, errors
+from morph.server import budget, dashboard, errors
 from morph.server.body import MAX_BODY_BYTES, read_json
 from morph.server.chat import chat_completions
 from morph.server.completions import completions
 from morph.server.fields import parse
 from morph.server.interface import ServedEngine, max_context, text_of
+from morph.server.keys import ApiKeys
 from morph.server.prompts import encode_chat, encode_text
 from morph.server.recorder import ObservedEngine, Recorder
 from morph.server.schema import DetokenizeBody, TokenizeBody
 from morph.server.serving import Serving
 
 
-def create_app(engine: ServedEngine, model_name: str | None = None, max_body_bytes: int = MAX_BODY_BYTES) -> FastAPI:
+def create_app(
+    engine: ServedEngine,
+    model_name: str | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    api_keys: tuple[str, ...] = (),
+) -> FastAPI:
     """The application for a started engine; whoever started it stops it.
 
     Args:
         model_name: name that clients use; None = the engine's.
         max_body_bytes: larger request bodies are refused with 413.
+        api_keys: what clients must show, see `morph.server.keys`; empty = everybody may ask.
     """
     recorder = Recorder(engine)
     engine = cast(ServedEngine, ObservedEngine(engine, recorder))
@@ -34,6 +41,8 @@ def create_app(engine: ServedEngine, model_name: str | None = None, max_body_byt
     app = FastAPI(title="Morph", description="OpenAI-compatible; see the docs for the `morph` object.")
     app.state.serving = serving
     errors.install(app)
+    if api_keys:
+        app.add_middleware(ApiKeys, keys=api_keys)
 
     @app.get("/health")
     async def health() -> JSONResponse:
@@ -92,7 +101,8 @@ def create_app(engine: ServedEngine, model_name: str | None = None, max_body_byt
                 raise errors.bad_request(f"token id {token} is outside the vocabulary of {size}", "tokens")
         return JSONResponse({"prompt": text_of(engine.tokenizer, body.tokens)})
 
-    dashboard.install(app, recorder, serving.model_name)
+    budget.install(app, serving.budget, max_body_bytes)
+    dashboard.install(app, recorder, serving.model_name, serving.budget)
     return app
 
 
@@ -107,6 +117,6 @@ def _model(serving: Serving) -> dict[str, Any]:
         "morph": {
             "blocks": engine.config.num_blocks,
             "block_kinds": list(engine.config.block_kinds),
-            "attention_budget": engine.engine_config.attention_budget,
+            "attention_budget": serving.budget.value,
         },
     }

@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.responses import Response
 
+from morph.server.budget import Budget
 from morph.server.errors import ApiError
 from morph.server.interface import is_adaptive
 from morph.server.recorder import INTERVAL_S, Recorder
@@ -27,7 +28,7 @@ HEADERS = {
 }
 
 
-def install(app: FastAPI, recorder: Recorder, model_name: str) -> None:
+def install(app: FastAPI, recorder: Recorder, model_name: str, budget: Budget) -> None:
     """Add the dashboard's routes."""
     engine = recorder.engine
 
@@ -38,8 +39,7 @@ def install(app: FastAPI, recorder: Recorder, model_name: str) -> None:
             "block_kinds": list(engine.config.block_kinds),
             "adaptive": is_adaptive(engine),
             "gates": engine.has_gates,
-            "budget": engine.engine_config.attention_budget,
-            "can_set_budget": any(getattr(route, "path", "") == "/morph/budget" for route in app.routes),
+            "budget": budget.value,
         }
 
     @app.get("/", include_in_schema=False)

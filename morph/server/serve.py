@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Protocol
 
 import uvicorn
+from fastapi import FastAPI
 
 from morph.errors import MorphError
 from morph.server.app import create_app
@@ -67,12 +68,14 @@ def serve(
     model_name: str | None = None,
     drain_s: float = 60.0,
     max_body_bytes: int = MAX_BODY_BYTES,
+    api_keys: tuple[str, ...] = (),
     on_ready: Callable[[str, str], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; then take no new connections, finish what runs, and return.
 
     Args:
         load: makes the engine; called once the port is ours, so that a taken port fails before minutes of loading.
+        api_keys: see `create_app`.
         drain_s: seconds that running requests may take to finish; then they are aborted.
         on_ready: called with the base URL and the model's name when connections are accepted.
 
@@ -85,7 +88,8 @@ def serve(
         engine = load()
         engine.start()
         try:
-            _run(engine, sock, host, model_name, drain_s, max_body_bytes, on_ready)
+            app = create_app(engine, model_name, max_body_bytes, api_keys)
+            _run(engine, app, sock, host, model_name, drain_s, on_ready)
         finally:
             engine.stop()
     finally:
@@ -94,14 +98,13 @@ def serve(
 
 def _run(
     engine: ManagedEngine,
+    app: FastAPI,
     sock: socket.socket,
     host: str,
     model_name: str | None,
     drain_s: float,
-    max_body_bytes: int,
     on_ready: Callable[[str, str], None] | None,
 ) -> None:
-    app = create_app(engine, model_name, max_body_bytes)
     config = uvicorn.Config(
         app,
         log_level="info",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from starlette.responses import Response
 
 from morph.engine.params import RequestOutput
 from morph.server.body import MAX_BODY_BYTES
+from morph.server.budget import Budget
 from morph.server.errors import ApiError
 from morph.server.generation import Gate, Generation, Job, Update, failure_of, unless_gone
 from morph.server.interface import ServedEngine
@@ -39,6 +41,7 @@ class Serving:
         self.max_body_bytes = max_body_bytes
         self.metrics = Metrics(engine)
         self.gate = Gate(engine)
+        self.budget = Budget(engine)
         self.created = int(time.time())
 
     @cached_property
@@ -122,6 +125,7 @@ async def respond(
         ApiError, InvalidRequest: before any part of an answer was sent.
         ClientGone: the client left; its sequences are aborted.
     """
+    jobs = [replace(job, params=serving.budget.apply(job.params)) for job in jobs]
     generation = Generation(serving.engine, serving.gate, serving.metrics, shape.request_id, jobs, not body.stream)
     if body.stream:
         await unless_gone(request, generation.__aenter__())

@@ -55,7 +55,7 @@ async def test_state_after_a_request(client: httpx.AsyncClient) -> None:
     body = {"model": "fake-1", "messages": [{"role": "user", "content": "my secret"}], "stream": True}
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
     state = (await client.get("/morph/state")).json()
-    assert state["model"] == "fake-1" and state["blocks"] == 4 and state["gates"] and not state["can_set_budget"]
+    assert state["model"] == "fake-1" and state["blocks"] == 4 and state["gates"]
     assert state["finished"] == 1 and state["requests"] == [] and state["ttft"]["p50"] > 0
     assert state["memory"] == {"attention": 30, "ssm": 10, "free": 60} and state["memory_total"] == 100
     assert "secret" not in json.dumps(state) and "Hello" not in json.dumps(state)

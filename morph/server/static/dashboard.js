@@ -96,7 +96,7 @@ function take(snapshot) {
     $("model").textContent = snapshot.model;
     $("budget").value = snapshot.budget;
     showBudget();
-    $("server-budget").hidden = !snapshot.can_set_budget;
+    $("server-budget").hidden = !(snapshot.adaptive && snapshot.gates);
     $("sb").value = snapshot.budget;
     $("sb-value").textContent = snapshot.budget;
     const auto = document.querySelector('[data-layout="auto"]');
