@@ -13,6 +13,7 @@ from morph.config import EngineConfig, ModelConfig
 from morph.engine.admission import Admission
 from morph.engine.detokenizer import Decoder, Detokenizer
 from morph.engine.device_gates import DeviceGates
+from morph.engine.grammar import Grammars
 from morph.engine.pace import Pace
 from morph.engine.params import FinishReason, SamplingParams
 from morph.engine.request import Request
@@ -52,6 +53,7 @@ class Engine:
         self.max_context = max_context
         self.admission = Admission(runner.tables, config)
         self.scheduler = Scheduler(self.admission, engine_config.cohort_tokens, runner.drop)
+        self.grammars = Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
         self.requests: dict[str, Request] = {}
         self._policy_for = policy_for
         self._policies: dict[float, GatePolicy] = {}
@@ -119,6 +121,7 @@ class Engine:
             priority=priority,
             score_from=score_from,
             layout_source="gate" if policy is not None else "request",
+            constraint=self.grammars.start(params.grammar) if params.grammar is not None else None,
         )
         if not self.admission.fits_ever(request):
             total = self.admission.pool.num_units
@@ -343,6 +346,8 @@ class Engine:
     def _append(self, request: Request, token: int) -> None:
         params = request.params
         request.tokens.append(token)
+        if request.constraint is not None:
+            request.constraint.accept(token)
         request.counts[token] = request.counts.get(token, 0) + 1
         made = request.num_tokens - request.prompt_len
         if token in self.config.eos_token_ids and not params.ignore_eos:
@@ -355,6 +360,12 @@ class Engine:
             if stop is not None:
                 request.stop_reason = stop
                 self._finish(request, "stop", cut=True)
+            elif request.constraint is not None and request.constraint.error is not None:
+                request.error = f"the grammar failed: {request.constraint.error}"
+                self.scheduler.counters.failed += 1
+                self._finish(request, "error")
+            elif request.constraint is not None and request.constraint.finished:
+                self._finish(request, "stop")
             elif made >= request.max_tokens:
                 self._finish(request, "length")
 

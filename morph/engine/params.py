@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from morph.engine.grammar import Grammar
 from morph.errors import InvalidRequest
 
 LayoutSource = Literal["gate", "request", "cache"]
@@ -39,6 +40,7 @@ class SamplingParams:
         attention_budget: 0…1; None = the engine's default. Used by `auto`.
         cache_affinity: 0 = exact; a tolerance or `auto` lets a request adopt a cached layout.
         gate_tokens: how many leading prompt tokens the gates may see; None = all.
+        grammar: what the answer must match: JSON of a schema, a regular expression, a grammar.
     """
 
     max_tokens: int | None = 256
@@ -60,6 +62,7 @@ class SamplingParams:
     attention_budget: float | None = None
     cache_affinity: float | Literal["auto"] = 0.0
     gate_tokens: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

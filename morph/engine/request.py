@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from morph.engine.detokenizer import Detokenizer
+from morph.engine.grammar import Constraint
 from morph.engine.params import FinishReason, LayoutSource, RequestOutput, SamplingParams, TokenLogprob
 from morph.layout import Layout
 
@@ -35,6 +36,7 @@ class Request:
         reserved: units promised for blocks that are not decided yet.
         score_from: position whose successor is the first scored token; None = a request that generates.
         prompt: the prompt's tokens; shared with all outputs and never changed.
+        constraint: which tokens may come next, where the answer must match a grammar.
         penalised: logits are adjusted before a token is chosen.
         plain_greedy: the token is the likeliest one, and nothing else is asked.
     """
@@ -68,6 +70,7 @@ class Request:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob | None] | None = None
     counts: dict[int, int] = field(default_factory=dict)
+    constraint: Constraint | None = None
     arrival: float = field(default_factory=time.perf_counter)
     first_token: float | None = None
     finished_at: float | None = None
@@ -79,7 +82,11 @@ class Request:
         params = self.params
         self.prompt = self.tokens[: self.prompt_len]
         self.penalised = bool(
-            params.logit_bias or params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty
+            self.constraint is not None
+            or params.logit_bias
+            or params.repetition_penalty != 1.0
+            or params.presence_penalty
+            or params.frequency_penalty
         )
         self.plain_greedy = params.temperature == 0 and not self.penalised and params.logprobs is None
         self._decided: tuple[str, float | None] | None = None

@@ -23,7 +23,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 def adjust_(logits: torch.Tensor, request: Request) -> None:
-    """Apply bias and penalties in place.
+    """Apply bias, penalties and the grammar in place.
 
     Args:
         logits: float32 `[vocab]` of one request.
@@ -42,6 +42,8 @@ def adjust_(logits: torch.Tensor, request: Request) -> None:
         ids = torch.tensor(list(request.counts), dtype=torch.long, device=logits.device)
         counts = torch.tensor(list(request.counts.values()), dtype=torch.float32, device=logits.device)
         logits[ids] -= params.presence_penalty + params.frequency_penalty * counts
+    if request.constraint is not None:
+        request.constraint.mask_(logits)
 
 
 def draw(logits: Floats, request: Request) -> int:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from morph.engine.grammar import Grammar
 from morph.engine.params import MAX_LOGPROBS, SamplingParams
 from morph.server.errors import bad_request
 
@@ -28,6 +29,26 @@ class MorphOptions(Strict):
     attention_budget: float | None = None
     cache_affinity: float | Literal["auto"] | None = None
     gate_tokens: int | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+
+class JsonSchema(BaseModel):
+    """OpenAI's `response_format.json_schema`; `strict` is always on here."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Strict):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
 
 
 class StreamOptions(Strict):
@@ -58,6 +79,7 @@ class GenerationBody(Strict):
     logit_bias: dict[str, float] | None = Field(default=None, max_length=MAX_IDS)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
     morph: MorphOptions | None = None
 
     renamed: ClassVar[dict[str, str]] = {
@@ -88,9 +110,32 @@ class GenerationBody(Strict):
                 "best_of",
                 "unsupported_parameter",
             )
+        wanted = self.response_format
+        if wanted is not None and (wanted.type == "json_schema") != (wanted.json_schema is not None):
+            raise bad_request(
+                f"response_format is of type {wanted.type!r} "
+                f"{'without' if wanted.json_schema is None else 'with'} json_schema; the two go together",
+                "response_format",
+            )
+        if len(self._grammars()) > 1:
+            raise bad_request(
+                "give one of response_format, morph.regex and morph.grammar; an answer matches one of them",
+                "response_format",
+            )
         if self.stream_options is not None and not self.stream:
             raise bad_request('stream_options is given without stream; add "stream": true', "stream_options")
         return self
+
+    def _grammars(self) -> list[Grammar]:
+        found = []
+        if self.response_format is not None and self.response_format.type != "text":
+            wanted = self.response_format.json_schema
+            found.append(Grammar.json_schema({"type": "object"} if wanted is None else wanted.schema_))
+        if self.morph is not None and self.morph.regex is not None:
+            found.append(Grammar("regex", self.morph.regex, "morph.regex"))
+        if self.morph is not None and self.morph.grammar is not None:
+            found.append(Grammar("lark", self.morph.grammar, "morph.grammar"))
+        return found
 
     @property
     def choices(self) -> int:
@@ -125,7 +170,8 @@ class GenerationBody(Strict):
             "frequency_penalty": self.frequency_penalty,
             "repetition_penalty": self.repetition_penalty,
             "logit_bias": _token_keys(self.logit_bias),
-            **(self.morph.model_dump() if self.morph else {}),
+            **(self.morph.model_dump(exclude={"regex", "grammar"}) if self.morph else {}),
+            "grammar": next(iter(self._grammars()), None),
         }
         if self.seed is not None and choice:
             given["seed"] = (self.seed + choice) % 2**64

@@ -83,6 +83,7 @@ def test_sampling_on_the_device_is_the_host_s() -> None:
                 tokens=[1, 2, 3],
                 counts={2: 1},
                 logprobs=[],
+                constraint=None,
                 penalised=bool(p.logit_bias or p.repetition_penalty != 1.0 or p.frequency_penalty),
                 plain_greedy=p == SamplingParams(temperature=0.0),
             )

@@ -141,7 +141,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage"),
     ({"stream": "yes"}, "stream"),
     ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"best_of": 3}, "best_of"),
     ({"suffix": "the end"}, "suffix"),
     ({"temprature": 0.5}, "temprature"),
