@@ -26,7 +26,7 @@ def _add_rms_norm(
     if HAS_SUMS:
         slot = tl.load(slots + row).to(tl.int64)
         # Padding rows have slot -1 and belong to nobody.
-        mine = keep & (slot >= 0)
+        mine = at < tl.where(slot >= 0, d, 0)
         to = sums + slot * stride_sums + at
         tl.store(to, tl.load(to, mask=mine, other=0.0) + y.to(tl.float64), mask=mine)
 
