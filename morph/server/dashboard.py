@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from importlib import resources
@@ -29,8 +30,10 @@ HEADERS = {
 
 
 def install(app: FastAPI, recorder: Recorder, model_name: str, budget: Budget) -> None:
-    """Add the dashboard's routes."""
+    """Add the dashboard's routes; `app.state.closing`, once set, ends the streams of open pages."""
     engine = recorder.engine
+    # Streams of the page never end by themselves; without this a server that stops would wait for them.
+    closing = app.state.closing = asyncio.Event()
 
     def about() -> dict[str, Any]:
         return {
@@ -64,20 +67,23 @@ def install(app: FastAPI, recorder: Recorder, model_name: str, budget: Budget) -
     async def events(request: Request) -> StreamingResponse:
         """The same as server-sent events, twice a second; after the first only what is new of the history."""
         return StreamingResponse(
-            _events(request, recorder, about), media_type="text/event-stream", headers={"Cache-Control": "no-store"}
+            _events(request, recorder, about, closing),
+            media_type="text/event-stream",
+            headers={"Cache-Control": "no-store"},
         )
 
 
-async def _events(request: Request, recorder: Recorder, about: Any) -> AsyncIterator[bytes]:
+async def _events(request: Request, recorder: Recorder, about: Any, closing: asyncio.Event) -> AsyncIterator[bytes]:
     since = -1.0
-    while not await request.is_disconnected():
+    while not closing.is_set() and not await request.is_disconnected():
         recorder.sample()
         snapshot = about() | recorder.snapshot(since)
         since = snapshot["now"]
         yield f"data: {json.dumps(snapshot, separators=(',', ':'))}\n\n".encode()
         if not recorder.engine.alive:
             return
-        await asyncio.sleep(INTERVAL_S)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(closing.wait(), INTERVAL_S)
 
 
 def _file(name: str, media_type: str) -> Response:

@@ -124,7 +124,7 @@ class Recorder:
             "alive": self.engine.alive,
             "requests": [
                 {
-                    "id": live.id[-6:],
+                    "id": live.id,
                     "seconds": round(now - live.arrival, 1),
                     "prompt_tokens": live.prompt_tokens,
                     "tokens": live.tokens,

@@ -112,7 +112,7 @@ def _run(
         timeout_graceful_shutdown=max(1, round(drain_s)),
         lifespan="off",
     )
-    server = _Server(config, on_started=None)
+    server = _Server(config, on_started=None, on_stopping=app.state.closing.set)
     if on_ready is not None:
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{sock.getsockname()[1]}"
@@ -129,13 +129,20 @@ def _run(
 
 
 class _Server(uvicorn.Server):
-    """Tells when it accepts connections."""
+    """Tells when it accepts connections, and when it begins to drain."""
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None] | None) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_started: Callable[[], None] | None, on_stopping: Callable[[], None]
+    ) -> None:
         super().__init__(config)
         self.on_started = on_started
+        self.on_stopping = on_stopping
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started and self.on_started is not None:
             self.on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.on_stopping()
+        await super().shutdown(sockets)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import httpx
 import pytest
 import uvicorn
+from fastapi import FastAPI
 
 from morph.server.app import create_app
 from tests.server.fake import FakeEngine
@@ -38,18 +40,25 @@ class LiveServer:
     engine: FakeEngine
 
 
-@pytest.fixture
-def live(engine: FakeEngine) -> Iterator[LiveServer]:
-    """uvicorn in a thread on a free port."""
-    config = uvicorn.Config(create_app(engine), port=0, log_level="warning", lifespan="off")
-    server = uvicorn.Server(config)
+@contextmanager
+def running(app: FastAPI) -> Iterator[str]:
+    """uvicorn in a thread on a free port; gives its address."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     deadline = time.monotonic() + 10
     while not server.started:
         assert time.monotonic() < deadline, "the server did not start"
         time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield LiveServer(f"http://127.0.0.1:{port}", engine)
-    server.should_exit = True
-    thread.join(10)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(10)
+
+
+@pytest.fixture
+def live(engine: FakeEngine) -> Iterator[LiveServer]:
+    """The fake engine behind a socket."""
+    with running(create_app(engine)) as url:
+        yield LiveServer(url, engine)

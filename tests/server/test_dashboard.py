@@ -6,12 +6,18 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
-from tests.server.conftest import LiveServer
+from morph.config import EngineConfig
+from morph.server.app import create_app
+from tests.server.conftest import LiveServer, running
+from tests.server.fake import ANSWER, FakeEngine
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the package playwright (extra dev)")
 CHROMIUM = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
@@ -163,6 +169,84 @@ def test_it_says_when_the_server_is_gone_and_comes_back(page: Any, live: LiveSer
     page.wait_for_selector('#status[data-state="live"]', timeout=20_000)
 
 
+def test_a_key_is_asked_for_and_a_wrong_one_refused(browser: Any, engine: FakeEngine) -> None:
+    with running(create_app(engine, api_keys=("the-right-key",))) as url:
+        page = browser.new_page()
+        page.goto(url)
+        page.wait_for_selector("#login:not([hidden])")
+        page.fill("#key", "a-wrong-key")
+        page.keyboard.press("Enter")
+        until(page, "document.getElementById('key-note').textContent.includes('does not know')")
+        assert page.text_content("#status") == "needs a key"
+        page.fill("#key", "the-right-key")
+        page.keyboard.press("Enter")
+        page.wait_for_selector('#status[data-state="live"]')
+        assert page.is_hidden("#login")
+        run(page)
+        assert page.text_content('article[data-layout="auto"] .text') == ANSWER
+        # Kept by the tab, and by the tab alone.
+        page.reload()
+        page.wait_for_selector('#status[data-state="live"]')
+        assert "the-right-key" not in page.evaluate("JSON.stringify(localStorage)")
+        page.close()
+    assert len(engine.seen) == 3
+
+
+def test_a_model_without_choices_shows_the_base_alone(browser: Any, engine: FakeEngine) -> None:
+    engine.config = replace(engine.config, ssm=None, block_kinds=("attention",) * engine.config.num_blocks)
+    with running(create_app(engine)) as url:
+        page = browser.new_page()
+        page.goto(url)
+        page.wait_for_selector('#status[data-state="live"]')
+        assert page.is_visible('article[data-layout="attention"]')
+        for hidden in ('article[data-layout="auto"]', 'article[data-layout="ssm"]', "#server-budget"):
+            assert page.is_hidden(hidden)
+        run(page)
+        assert page.text_content('article[data-layout="attention"] .text') == ANSWER
+        page.close()
+    assert [params.layout for _, params in engine.seen] == ["attention"]
+
+
+def test_hundreds_of_requests_are_shown_in_part_and_counted(page: Any, live: LiveServer) -> None:
+    live.engine.engine_config = EngineConfig(max_waiting=1000)
+    live.engine.hold = True
+    body = {"model": "fake-1", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    with ThreadPoolExecutor(2) as pool:
+        asked = [
+            pool.submit(httpx.post, live.url + "/v1/chat/completions", json={**body, "n": n}, timeout=60)
+            for n in (128, 72)
+        ]
+        try:
+            until(page, "document.getElementById('waiting').textContent === '200'")
+            assert page.text_content("#idle") == "and 100 more"
+            # Requests whose ids end alike are rows of their own.
+            assert page.locator("#requests tr").count() == 100
+            assert page.text_content("#requests tr:first-child td:nth-child(3)") == "undecided"
+        finally:
+            live.engine.hold = False
+        assert [one.result().status_code for one in asked] == [200, 200]
+    until(page, "document.getElementById('finished').textContent === '200'")
+    until(page, "!document.querySelector('#requests tr')")
+
+
+def test_the_server_s_budget_is_set_by_its_slider(page: Any, live: LiveServer) -> None:
+    page.focus("#sb")
+    for _ in range(4):
+        page.keyboard.press("ArrowRight")
+    page.click("#sb-set")
+    until(page, "document.getElementById('sb-note').textContent.startsWith('Set')")
+    assert httpx.get(live.url + "/morph/budget").json() == {"attention_budget": 0.7}
+
+
+def test_nothing_moves_for_those_who_ask_for_it(browser: Any, live: LiveServer) -> None:
+    page = browser.new_page(reduced_motion="reduce")
+    page.goto(live.url)
+    page.wait_for_selector("#memory span")
+    moving = "[...document.querySelectorAll('*')].filter(e => getComputedStyle(e).transitionDuration !== '0s'"
+    assert page.evaluate(f"{moving} || getComputedStyle(e).animationName !== 'none').length") == 0
+    page.close()
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_axe_finds_nothing_serious(page: Any, theme: str) -> None:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="needs axe-playwright-python (extra dev)")
@@ -178,10 +262,6 @@ def test_axe_finds_nothing_serious(page: Any, theme: str) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(not (SCREENSHOTS and SERVER), reason="makes the pictures of the docs from a running server")
 def test_pictures_of_a_running_server(browser: Any) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
-    import httpx
-
     prompts = [
         "What is 17 * 23?",
         "Write a short poem about the sea.",

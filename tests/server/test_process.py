@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -68,6 +69,20 @@ def test_sigterm_ends_an_answer_that_outlasts_the_drain(started: list[Process]) 
     with pytest.raises(httpx.HTTPError):
         httpx.post(process.url + "/v1/chat/completions", json=CHAT, timeout=15).raise_for_status()
     assert process.end() == (0, "stopped in order\n")
+
+
+def test_an_open_dashboard_does_not_hold_up_the_end(started: list[Process]) -> None:
+    process = Process(delay=0.01, drain=15)
+    started.append(process)
+    with httpx.stream("GET", process.url + "/morph/events", timeout=10) as response:
+        lines = response.iter_lines()
+        next(lines)
+        begin = time.monotonic()
+        process.child.send_signal(signal.SIGTERM)
+        for _ in lines:  # the server ends the stream; a broken one would raise here
+            pass
+    assert process.end() == (0, "stopped in order\n")
+    assert time.monotonic() - begin < 10, "the drain was waited for"
 
 
 def test_a_taken_port_is_a_clear_error_before_the_model_loads() -> None:

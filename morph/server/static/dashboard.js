@@ -3,7 +3,7 @@
 
 const $ = (id) => document.getElementById(id);
 const HISTORY = 240;
-const state = { history: [], about: null, controller: null };
+const state = { history: [], about: null, controller: null, watching: false };
 
 // ---- theme
 
@@ -54,13 +54,18 @@ async function* events(response) {
 }
 
 async function watch() {
+  if (state.watching) return;
+  state.watching = true;
   let wait = 500;
   for (;;) {
     try {
       const response = await fetch("/morph/events", { headers: headers() });
       if (response.status === 401 || response.status === 403) {
+        const key = sessionStorage.getItem("morph-key");
+        $("key-note").textContent = key ? "The server does not know this key." : "Kept in this tab only.";
         $("login").hidden = false;
         status("needs a key", "lost");
+        state.watching = false;
         return;
       }
       if (!response.ok) throw new Error(`status ${response.status}`);
@@ -149,7 +154,7 @@ function drawRequests(now) {
     if (!row.dataset.id) {
       row.dataset.id = request.id;
       for (let i = 0; i < 6; i++) row.insertCell();
-      row.cells[0].textContent = request.id;
+      row.cells[0].textContent = request.id.slice(-8);
       row.cells[1].append(document.createElement("div"));
       row.cells[1].firstChild.className = "strip";
     }
