@@ -219,7 +219,6 @@ def test_hundreds_of_requests_are_shown_in_part_and_counted(page: Any, live: Liv
         try:
             until(page, "document.getElementById('waiting').textContent === '200'")
             assert page.text_content("#idle") == "and 100 more"
-            # Requests whose ids end alike are rows of their own.
             assert page.locator("#requests tr").count() == 100
             assert page.text_content("#requests tr:first-child td:nth-child(3)") == "undecided"
         finally:

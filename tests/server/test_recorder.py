@@ -51,6 +51,13 @@ def test_many_requests_are_counted_not_all_shown() -> None:
     assert recorder.snapshot()["finished"] == 130 and len(recorder.ended) <= FINISHED
 
 
+def test_requests_whose_ids_end_alike_are_told_apart() -> None:
+    recorder = Recorder(FakeEngine(), Clock())
+    for request_id in ("chatcmpl-0000face-0", "chatcmpl-1111face-0"):
+        recorder.begin(request_id, 3, SamplingParams())
+    assert len({request["id"] for request in recorder.snapshot()["requests"]}) == 2
+
+
 async def test_state_after_a_request(client: httpx.AsyncClient) -> None:
     body = {"model": "fake-1", "messages": [{"role": "user", "content": "my secret"}], "stream": True}
     assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
