@@ -20,6 +20,7 @@ from morph.errors import InvalidRequest
 from morph.gate.calibrate import budget_of
 from morph.gate.evaluate import shuffle_within_buckets
 from morph.gate.layouts import nested_layouts
+from morph.layout import Layout
 
 KINDS = {
     "attention": None,
@@ -267,4 +268,4 @@ def params_of(spec: Spec, layout: torch.Tensor | None) -> SamplingParams:
     """The engine's parameters of one request under a spec, greedy."""
     if layout is None:
         return SamplingParams(layout="auto", attention_budget=spec.value)
-    return SamplingParams(layout="".join("1" if bit else "0" for bit in layout.tolist()))
+    return SamplingParams(layout=str(Layout.from_bits(layout.tolist())))

@@ -18,6 +18,7 @@ from morph.evaluate.metrics import judge_choice, judge_text
 from morph.evaluate.plan import Evaluation, Part, item_digest
 from morph.evaluate.progress import Progress
 from morph.evaluate.store import Record, Store
+from morph.layout import Layout
 
 
 def _rows(part: Part, spec: Spec, oracle_items: int) -> int:
@@ -77,7 +78,7 @@ def _valid(found: dict[str, Record], part: Part, layouts: torch.Tensor | None, a
             continue
         if answer_loss and not part.dataset.scored and "answer_logprob" not in record:
             continue
-        if layouts is None or record["layout"] == _bits(layouts[row]):
+        if layouts is None or record["layout"] == str(Layout.from_bits(layouts[row].tolist())):
             kept[item.id] = record
     return kept
 
@@ -95,9 +96,9 @@ def _known(
         saved = part.requests.saved
         whole = with_static_blocks(config, torch.ones(len(part.items), config.num_blocks, dtype=torch.bool))
         choice = undecided(config, saved)
-        wanted = {i: _bits(whole[i]) for i in pending if not bool(choice[i])}
+        wanted = {i: str(Layout.from_bits(whole[i].tolist())) for i in pending if not bool(choice[i])}
     else:
-        wanted = {i: _bits(layouts[i]) for i in pending}
+        wanted = {i: str(Layout.from_bits(layouts[i].tolist())) for i in pending}
     found = []
     for i, bits in wanted.items():
         for name, records in finished.items():
@@ -106,10 +107,6 @@ def _known(
                 found.append(record | {"same_as": record.get("same_as", name)})
                 break
     return found
-
-
-def _bits(layout: torch.Tensor) -> str:
-    return "".join("1" if bit else "0" for bit in layout.tolist())
 
 
 def _groups(part: Part, pending: Sequence[int], tokens: int) -> Iterator[list[int]]:

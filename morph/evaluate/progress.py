@@ -6,12 +6,7 @@ import time
 
 from rich.console import Console
 
-
-def clock(seconds: float) -> str:
-    """`1:02:03` or `2:03`."""
-    whole = round(seconds)
-    hours, rest = divmod(whole, 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+from morph.durations import clock
 
 
 class Progress:

@@ -19,6 +19,7 @@ from morph.evaluate.plan import Evaluation, Part
 from morph.evaluate.store import Record
 from morph.gate.calibrate import budget_of
 from morph.gate.evaluate import oracle_at
+from morph.layout import Layout
 
 Array = npt.NDArray[np.float64]
 
@@ -60,7 +61,7 @@ def tflops_at(config: ModelConfig, layouts: torch.Tensor, length: int, answer: i
 
 def layout_statistics(layouts: torch.Tensor) -> dict[str, Any]:
     """How many different layouts, how much the commonest six cover, and the blocks' attention rates."""
-    counts = Counter("".join("1" if b else "0" for b in row) for row in layouts.tolist())
+    counts = Counter(str(Layout.from_bits(row)) for row in layouts.tolist())
     common = counts.most_common(6)
     return {
         "distinct": len(counts),

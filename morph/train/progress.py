@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from morph.durations import clock
 from morph.train.config import StageConfig
 from morph.train.snapshot import Position
 
@@ -77,10 +78,3 @@ class Progress:
         if self.log is not None:
             with self.log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
-
-
-def clock(seconds: float) -> str:
-    """`1:02:03` or `2:03`."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

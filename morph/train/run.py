@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from morph.checkpoint import ModelSource
+from morph.durations import clock
 from morph.errors import InvalidRequest
 from morph.train.config import StageConfig, TrainConfig
 from morph.train.export import DeltaType, export_model
 from morph.train.gradcheck import require_right_gradients
 from morph.train.model import fingerprint, load_mixers, mixer_parameters, open_converted, training_model
 from morph.train.parallel import Group, join, leave
-from morph.train.progress import Progress, clock
+from morph.train.progress import Progress
 from morph.train.snapshot import STAGES, Position, load_snapshot, save_snapshot, snapshots
 from morph.train.sources import Tokenising, read_sources
 from morph.train.stage import StageRunner

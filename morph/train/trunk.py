@@ -165,17 +165,17 @@ class Trunk:
         attention = block.attention
         if attention is None and self.teaches:
             raise InvalidRequest(f"block {index} has no attention to learn from; name the base model as the teacher")
-        normed = attention is not None and self.config.qk_norm
+        qkv = q_norm = k_norm = out = None
+        if attention is not None:
+            qkv = _joined(attention.q_proj, attention.k_proj, attention.v_proj)
+            out = attention.o_proj.weight
+            if self.config.qk_norm:
+                q_norm, k_norm = attention.q_norm.weight, attention.k_norm.weight
+        gate_up = _joined(block.mlp.gate_proj, block.mlp.up_proj)
         return FrozenBlock(
-            block.input_norm.weight,
-            None if attention is None else _joined(attention.q_proj, attention.k_proj, attention.v_proj),
-            attention.q_norm.weight if attention is not None and normed else None,
-            attention.k_norm.weight if attention is not None and normed else None,
-            None if attention is None else attention.o_proj.weight,
-            block.post_norm.weight,
-            _joined(block.mlp.gate_proj, block.mlp.up_proj),
+            block.input_norm.weight, qkv, q_norm, k_norm, out, block.post_norm.weight, gate_up,
             block.mlp.down_proj.weight,
-        )
+        )  # fmt: skip
 
     @property
     def head(self) -> torch.Tensor:
