@@ -72,9 +72,4 @@ class DeviceGates:
 def needs_prediction(request: Request, block: int) -> bool:
     """True when the block's decision is open and the request's policy would ask the block's gate."""
     policy = request.policy
-    return (
-        len(request.bits) <= block
-        and isinstance(policy, UtilityPolicy)
-        and policy.gates[block] is not None
-        and policy.cost.saved_seconds(block, request.gate_tokens) > 0
-    )
+    return len(request.bits) <= block and isinstance(policy, UtilityPolicy) and policy.asks(block, request.gate_tokens)

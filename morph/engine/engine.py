@@ -13,6 +13,7 @@ from morph.config import EngineConfig, ModelConfig
 from morph.engine.admission import Admission
 from morph.engine.detokenizer import Decoder, Detokenizer
 from morph.engine.device_gates import DeviceGates
+from morph.engine.device_sampling import sample_on_device
 from morph.engine.grammar import Grammars
 from morph.engine.pace import Pace
 from morph.engine.params import FinishReason, SamplingParams
@@ -61,6 +62,7 @@ class Engine:
         on_device = runner.kernels.device.type != "cpu"
         self._device_gates = DeviceGates(runner.kernels.device) if on_device else None
         self._pace = Pace(engine_config.decode_stall_ms / 1e3) if on_device else None
+        self._sample = sample_on_device if on_device else sample
         self.steps = 0
         self.decode_rows = 0
         self.prefill_rows = 0
@@ -333,7 +335,7 @@ class Engine:
     # ---- tokens
 
     def _append_tokens(self, requests: list[Request], logits: torch.Tensor) -> None:
-        for request, token in zip(requests, sample(logits, requests), strict=True):
+        for request, token in zip(requests, self._sample(logits, requests), strict=True):
             if token is None:
                 request.error = "the model gave logits that are not finite"
                 self.scheduler.counters.failed += 1

@@ -345,13 +345,12 @@ class ModelRunner:
         device = kernels.device
         tokens = torch.tensor([request.tokens[-1] for request in requests], device=device)
         positions = torch.tensor([request.cached for request in requests], dtype=torch.int32, device=device)
-        if self.decoder is not None and batch.prepared is None:
-            batch.prepared = self.decoder.prepare(batch.paths)
-        if self.decoder is not None and self.decoder.embeds:
-            return self.decoder.run(batch.prepared, tokens, positions, batch.slots)
-        hidden = self.weights.embedding.rows(tokens)
         if self.decoder is not None:
-            return self.decoder.run(batch.prepared, hidden, positions, batch.slots)
+            if batch.prepared is None:
+                batch.prepared = self.decoder.prepare(batch.paths)
+            fed = tokens if self.decoder.embeds else self.weights.embedding.rows(tokens)
+            return self.decoder.run(batch.prepared, fed, positions, batch.slots)
+        hidden = self.weights.embedding.rows(tokens)
         pending: torch.Tensor | None = None
         picked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 

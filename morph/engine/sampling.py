@@ -104,11 +104,6 @@ def sample(logits: torch.Tensor, requests: list[Request]) -> list[int | None]:
         Token ids; None for a row whose logits are not finite (broken weights or memory), which is that
         request's error and nobody else's.
     """
-    if logits.device.type != "cpu":
-        # Imported here: it imports this module.
-        from morph.engine.device_sampling import sample_on_device
-
-        return sample_on_device(logits, requests)
     tokens = _argmax(logits)
     for row, request in enumerate(requests):
         token = tokens[row]

@@ -7,7 +7,6 @@ block, so fixed layouts and gated ones run in the same batch, block by block, as
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -22,14 +21,14 @@ Utility = Callable[[int, torch.Tensor], torch.Tensor]
 """û of a block from features float32 `[rows, 2 * hidden + 1]`; float32 `[rows]`."""
 
 
-_TRUNKS: weakref.WeakKeyDictionary[MorphModel, Trunk] = weakref.WeakKeyDictionary()
-
-
 def trunk_of(model: MorphModel) -> Trunk:
     """The model in the form that is fast for whole sequences, compiled on CUDA; made once per model."""
-    if model not in _TRUNKS:
-        _TRUNKS[model] = Trunk(model, compiled=model.embedding.weight.is_cuda, teacher=False)
-    return _TRUNKS[model]
+    # Kept on the model, which it refers to: both go at the same time.
+    kept = vars(model)
+    if "_trunk" not in kept:
+        kept["_trunk"] = Trunk(model, compiled=model.embedding.weight.is_cuda, teacher=False)
+    trunk: Trunk = kept["_trunk"]
+    return trunk
 
 
 @dataclass

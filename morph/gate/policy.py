@@ -178,9 +178,13 @@ class UtilityPolicy:
         gate = self.gates[block]
         if gate is None:
             raise InvalidRequest(f"block {block} is static; its mixer is not a choice")
-        if self.cost.saved_seconds(block, n) <= 0:
+        if not self.asks(block, n):
             return Decision(True, 0.0, carry)
         return self.decided(block, gate.predict(sums, last, n), n, carry)
+
+    def asks(self, block: int, n: int) -> bool:
+        """True where the decision of an adaptive block depends on û: for `n` tokens the ssm saves time."""
+        return self.gates[block] is not None and self.cost.saved_seconds(block, n) > 0
 
     def decided(self, block: int, utility: float, n: int, carry: Any = None) -> Decision:
         """The decision, given û (predicted elsewhere)."""

@@ -54,13 +54,11 @@ class Attention(nn.Module):
         q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Attention and output projection, `[batch, tokens, hidden]`; causal over equal lengths without a mask."""
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attention and output projection, `[batch, tokens, hidden]`: causal, or of one query that sees every key."""
         # Repeated by hand: with enable_gqa some backends fall back to the quadratic-memory path.
         k, v = (t.repeat_interleave(self.config.group_size, dim=1) for t in (k, v))
-        heads = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1)
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
         return self.o_proj(heads.transpose(1, 2).flatten(2))
 
     def forward(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:

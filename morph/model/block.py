@@ -51,21 +51,9 @@ class Block(nn.Module):
         no = [row for row, bit in enumerate(attention) if not bit]
         if not (yes and no):
             return self._attend(x, rope) if yes else self._recur(x, rope)
-        back = torch.empty(len(attention), dtype=torch.long)
-        back[yes + no] = torch.arange(len(attention))
-        return self.branch(x, yes, no, rope)[back.to(x.device)]
-
-    def branch(self, x: torch.Tensor, yes: list[int], no: list[int], rope: Rope) -> torch.Tensor:
-        """Attention output of the rows `yes`, then ssm output of the rows `no`: `[yes + no, tokens, hidden]`.
-
-        A row may be in both: what follows from one prefix under two layouts is computed from there on only.
-        """
-        parts = []
-        if yes:
-            parts.append(self._attend(x[yes], rope))
-        if no:
-            parts.append(self._recur(x[no], rope))
-        return torch.cat(parts)
+        out = torch.empty_like(x)
+        out[yes], out[no] = self._attend(x[yes], rope), self._recur(x[no], rope)
+        return out
 
     def _attend(self, x: torch.Tensor, rope: Rope) -> torch.Tensor:
         assert self.attention is not None, "block has no attention"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import torch
 
@@ -111,3 +113,12 @@ def test_gates_decide_in_block_order_from_their_own_features() -> None:
         model, requests, [(int(r), fixed_rules(b[None])) for r, b in zip(found.request, found.layouts, strict=True)]
     )
     torch.testing.assert_close(fixed.loss, found.loss, atol=1e-5, rtol=1e-4)
+
+
+def test_a_measured_model_is_freed_with_its_trunk() -> None:
+    model = tiny_model()
+    measure(model, tiny_requests(model, [5]), [(0, fixed_rules(torch.ones(1, 3, dtype=torch.bool)))])
+    seen = weakref.ref(model)
+    del model
+    gc.collect()
+    assert seen() is None
