@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -17,7 +17,6 @@ from morph.server.fields import parse
 from morph.server.interface import ServedEngine, max_context, text_of
 from morph.server.keys import ApiKeys
 from morph.server.prompts import encode_chat, encode_text
-from morph.server.recorder import ObservedEngine, Recorder
 from morph.server.schema import DetokenizeBody, TokenizeBody
 from morph.server.serving import Serving
 
@@ -35,8 +34,6 @@ def create_app(
         max_body_bytes: larger request bodies are refused with 413.
         api_keys: what clients must show, see `morph.server.keys`; empty = everybody may ask.
     """
-    recorder = Recorder(engine)
-    engine = cast(ServedEngine, ObservedEngine(engine, recorder))
     serving = Serving(engine, model_name, max_body_bytes)
     app = FastAPI(title="Morph", description="OpenAI-compatible; see the docs for the `morph` object.")
     app.state.serving = serving
@@ -102,7 +99,7 @@ def create_app(
         return JSONResponse({"prompt": text_of(engine.tokenizer, body.tokens)})
 
     budget.install(app, serving.budget, max_body_bytes)
-    dashboard.install(app, recorder, serving.model_name, serving.budget)
+    dashboard.install(app, serving.recorder, serving.model_name, serving.budget)
     return app
 
 

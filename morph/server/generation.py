@@ -16,6 +16,7 @@ from morph.engine.params import RequestOutput, SamplingParams, TokenLogprob
 from morph.server.errors import ApiError, ClientGone, bad_request, engine_dead, queue_full
 from morph.server.interface import ServedEngine
 from morph.server.metrics import Metrics
+from morph.server.recorder import Recorder
 
 T = TypeVar("T")
 
@@ -97,6 +98,7 @@ class Generation:
         engine: ServedEngine,
         gate: Gate,
         metrics: Metrics,
+        recorder: Recorder,
         request_id: str,
         jobs: Sequence[Job],
         whole: bool = False,
@@ -106,6 +108,7 @@ class Generation:
         self._engine = engine
         self._gate = gate
         self._metrics = metrics
+        self._recorder = recorder
         self._ids = [f"{request_id}-{index}" for index in range(len(jobs))]
         self._open: set[int] = set()
         self._unread = len(jobs)
@@ -122,6 +125,7 @@ class Generation:
                 self._engine.submit(job.prompt, job.params, self._ids[index], deliver, whole=self._whole)
                 self._open.add(index)
                 self._gate.in_flight += 1
+                self._recorder.begin(self._ids[index], len(job.prompt), job.params)
             await self._news()
             if self._failure is not None:
                 raise self._failure
@@ -140,6 +144,7 @@ class Generation:
         for index in list(self._open):
             self._engine.abort(self._ids[index])
             self._metrics.observe_abort()
+            self._recorder.end(self._ids[index], "abort")
             self._leave(index)
 
     def _leave(self, index: int) -> None:
@@ -150,6 +155,7 @@ class Generation:
         """One item from the engine; called by the event loop."""
         if index not in self._open:
             return  # the end of a request that was aborted here
+        self._recorder.update(self._ids[index], item)
         if isinstance(item, Exception):
             self._leave(index)
             self._failure = self._failure or item

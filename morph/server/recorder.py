@@ -170,36 +170,3 @@ def percentiles(values: Sequence[float]) -> dict[str, float] | None:
     ordered = sorted(values)
     last = len(ordered) - 1
     return {f"p{p}": round(ordered[min(last, int(len(ordered) * p / 100))], 5) for p in (50, 90, 99)}
-
-
-class ObservedEngine:
-    """An engine that tells a recorder of its requests; everything else is the engine's own."""
-
-    def __init__(self, engine: ServedEngine, recorder: Recorder) -> None:
-        self._engine, self._recorder = engine, recorder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def submit(
-        self,
-        prompt: list[int],
-        params: SamplingParams,
-        request_id: str,
-        deliver: Callable[[RequestOutput | Exception], None],
-        **options: Any,
-    ) -> None:
-        """As the engine's `submit`."""
-        recorder = self._recorder
-
-        def observed(item: RequestOutput | Exception) -> None:
-            recorder.update(request_id, item)
-            deliver(item)
-
-        self._engine.submit(prompt, params, request_id, observed, **options)
-        recorder.begin(request_id, len(prompt), params)
-
-    def abort(self, request_id: str) -> None:
-        """As the engine's `abort`."""
-        self._recorder.end(request_id, "abort")
-        self._engine.abort(request_id)

@@ -21,6 +21,7 @@ from morph.server.generation import Gate, Generation, Job, Update, failure_of, u
 from morph.server.interface import ServedEngine
 from morph.server.logprobs import Pieces
 from morph.server.metrics import Metrics
+from morph.server.recorder import Recorder
 from morph.server.schema import GenerationBody
 from morph.server.stream import EventStream, event
 
@@ -40,6 +41,7 @@ class Serving:
         self.model_name = model_name or engine.model_name
         self.max_body_bytes = max_body_bytes
         self.metrics = Metrics(engine)
+        self.recorder = Recorder(engine)
         self.gate = Gate(engine)
         self.budget = Budget(engine)
         self.created = int(time.time())
@@ -126,7 +128,8 @@ async def respond(
         ClientGone: the client left; its sequences are aborted.
     """
     jobs = [replace(job, params=serving.budget.apply(job.params)) for job in jobs]
-    generation = Generation(serving.engine, serving.gate, serving.metrics, shape.request_id, jobs, not body.stream)
+    observers = (serving.metrics, serving.recorder)
+    generation = Generation(serving.engine, serving.gate, *observers, shape.request_id, jobs, not body.stream)
     if body.stream:
         await unless_gone(request, generation.__aenter__())
         return EventStream(_stream(generation, shape, body.include_usage), generation.close, names)
