@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from morph.kernels.cuda.online_softmax import fold
+
 LEAST_PAGES = 2
 """Pages below which a split is not worth its own program."""
 
@@ -59,12 +61,7 @@ def _split(
         k = tl.load(base + inside)
         v = tl.load(base + PT * D + inside)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee" if IEEE else "tf32") * scale
-        now = tl.maximum(best, tl.max(scores, axis=1))
-        weight = tl.exp2(scores - now[:, None])
-        shrink = tl.exp2(best - now)
-        total = total * shrink + tl.sum(weight, axis=1)
-        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee" if IEEE else "tf32")
-        best = now
+        best, total, acc = fold(scores, v, best, total, acc, IEEE)
     if whole < end:
         unit = tl.load(units + whole // PT).to(tl.int64)
         base = pages + unit * UNIT + (whole % PT) * D
@@ -72,13 +69,8 @@ def _split(
         k = tl.load(base + inside, mask=known[:, None], other=0.0)
         v = tl.load(base + PT * D + inside, mask=known[:, None], other=0.0)
         scores = tl.dot(query, tl.trans(k), input_precision="ieee" if IEEE else "tf32") * scale
-        scores = tl.where(known[None, :], scores, -1e30)
-        now = tl.maximum(best, tl.max(scores, axis=1))
-        weight = tl.exp2(scores - now[:, None])
-        shrink = tl.exp2(best - now)
-        total = total * shrink + tl.sum(weight, axis=1)
-        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee" if IEEE else "tf32")
-        best = now
+        scores = tl.where(known[None, :], scores, float("-inf"))
+        best, total, acc = fold(scores, v, best, total, acc, IEEE)
     to = (i.to(tl.int64) * HEADS + head) * SPLITS + split
     tl.store(part + to[:, None] * D + d[None, :], acc, mask=mine[:, None] & (d[None, :] < D))
     tl.store(stats + to * 2, best, mask=mine)

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from morph.kernels.cuda.online_softmax import fold
+
 
 # Lengths differ from prompt to prompt: a kernel of its own for each divisor would compile while requests wait.
 @triton.jit(do_not_specialize=["n", "start", "before"])
@@ -53,12 +55,7 @@ def _attend(
             k = tl.load(kv + line * stride_k + kv_head * D + d[None, :])
             v = tl.load(values + line * stride_v + kv_head * D + d[None, :])
         scores = tl.dot(query, tl.trans(k), input_precision="ieee" if IEEE else "tf32") * scale
-        now = tl.maximum(best, tl.max(scores, axis=1))
-        weight = tl.exp2(scores - now[:, None])
-        shrink = tl.exp2(best - now)
-        total = total * shrink + tl.sum(weight, axis=1)
-        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee" if IEEE else "tf32")
-        best = now
+        best, total, acc = fold(scores, v, best, total, acc, IEEE)
     for t0 in range(whole, end, BT):
         there = t0 + t < end
         if PAGED:
@@ -73,14 +70,7 @@ def _attend(
         seen = there[None, :] & ((t0 + t)[None, :] <= at[:, None])
         if WINDOW > 0:
             seen = seen & ((t0 + t)[None, :] > at[:, None] - WINDOW)
-        scores = tl.where(seen, scores, -1e30)
-        now = tl.maximum(best, tl.max(scores, axis=1))
-        # A row that has seen no key yet has now = -1e30: its weights are zeroed, not exp2(0).
-        weight = tl.where(seen, tl.exp2(scores - now[:, None]), 0.0)
-        shrink = tl.exp2(best - now)
-        total = total * shrink + tl.sum(weight, axis=1)
-        acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee" if IEEE else "tf32")
-        best = now
+        best, total, acc = fold(tl.where(seen, scores, float("-inf")), v, best, total, acc, IEEE)
     o = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(out + i.to(tl.int64)[:, None] * stride_out + head * D + d[None, :], o, mask=known[:, None])
 

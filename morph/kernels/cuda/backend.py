@@ -12,6 +12,7 @@ from morph.config import ModelConfig
 from morph.errors import UnsupportedModel
 from morph.kernels.cuda import attention_decode, attention_prefill, gdn_decode, gdn_prefill, norm, rope, swiglu
 from morph.kernels.interface import Decoder, PackedLinear, SSMParams
+from morph.kernels.torch_backend import head_dim, kv_pages
 
 LEAST_CAPABILITY = (8, 0)
 MLP_ROWS = 8192
@@ -127,9 +128,7 @@ class CudaKernels:
         if out is None:
             out = torch.empty((x.shape[0], down.n), dtype=torch.float32, device=x.device)
         for begin in range(0, x.shape[0], MLP_ROWS):
-            tile = dense(x[begin : begin + MLP_ROWS], gate_up)
-            gate, up = tile[:, : down.k], tile[:, down.k :]
-            act = swiglu.silu_mul(gate, up, torch.empty_like(up, memory_format=torch.contiguous_format))
+            act = self.silu_mul(dense(x[begin : begin + MLP_ROWS], gate_up))
             out[begin : begin + MLP_ROWS] = dense(act, down)
         return out
 
@@ -191,7 +190,7 @@ class CudaKernels:
         Raises:
             UnsupportedModel: the kernels do not have it.
         """
-        dim = int((storage.shape[1] // 4) ** 0.5)
+        dim = head_dim(storage)
         if dim & (dim - 1) or dim < 16:
             raise UnsupportedModel(f"head_dim is {dim}; the CUDA kernels want a power of two, use MORPH_KERNELS=torch")
         return dim
@@ -228,28 +227,26 @@ class CudaKernels:
         exact: bool = False,
     ) -> torch.Tensor:
         """See `Kernels.prefill_attention`; operands are rounded to the dtype of keys."""
-        dim, pages = self.head_dim(storage), self._pages(storage)
+        dim = self.head_dim(storage)
         if out is None:
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         if start == 0 and q.shape[0] >= SDPA_ROWS and q.is_cuda and self.dtype is torch.bfloat16:
-            return self._whole_prompt(q, pages, table_row, max_pages, scale, dim, out)
+            return self._whole_prompt(q, kv_pages(storage, self.dtype), table_row, max_pages, scale, out)
         return attention_prefill.paged_attention(
-            q, pages, table_row, max_pages, start, scale, self.num_kv_heads, dim, out
+            q, self._pages(storage), table_row, max_pages, start, scale, self.num_kv_heads, dim, out
         )
 
     def _whole_prompt(
         self,
         q: torch.Tensor,
-        pages: torch.Tensor,
+        paged: torch.Tensor,
         table_row: torch.Tensor,
         max_pages: int,
         scale: float,
-        dim: int,
         out: torch.Tensor,
     ) -> torch.Tensor:
         """Torch's attention over keys and values copied out of their pages, a small share of the work here."""
-        rows = q.shape[0]
-        paged = pages.view(pages.shape[0], 2, -1, dim)
+        rows, dim = q.shape[0], paged.shape[3]
         needed = -(-rows // paged.shape[2])
         units = table_row[: self.num_kv_heads * max_pages].view(-1, max_pages)[:, :needed].long()
         kv = paged[units]  # [kv_heads, pages, 2, page_tokens, d]

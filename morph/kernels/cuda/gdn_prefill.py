@@ -11,6 +11,7 @@ from morph.kernels.cuda.attention_prefill import window_attention
 from morph.kernels.gated_delta import chunk_gated_delta_rule
 from morph.kernels.gated_delta.fla import MAX_HEAD_DIM, fla_chunk_rule, has_fla
 from morph.kernels.interface import SSMParams
+from morph.kernels.torch_backend import kv_pages, rotate, split_heads
 
 
 # Lengths differ from prompt to prompt: a kernel of its own for each divisor would compile while requests wait.
@@ -89,24 +90,15 @@ def _chunk_rule(
     return o[0], final
 
 
-def _rotate(x: torch.Tensor, params: SSMParams, start: int, dtype: torch.dtype) -> torch.Tensor:
-    """RoPE on `[rows, heads · d]` from position `start` on, rounded to `dtype`, same shape."""
-    rows = x.shape[0]
-    cos, sin = params.cos[start : start + rows, None], params.sin[start : start + rows, None]
-    first, second = x.unflatten(1, (-1, params.head_dim)).float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(dtype).flatten(1)
-
-
 def _window(
-    x: torch.Tensor, params: SSMParams, pages: torch.Tensor, table_row: torch.Tensor, known: int, start: int
+    x: torch.Tensor, params: SSMParams, paged: torch.Tensor, table_row: torch.Tensor, known: int, start: int
 ) -> torch.Tensor:
-    """Sliding-window attention `[rows, heads · d]`; leaves the last tokens in the ring."""
-    rows, dim, window = x.shape[0], params.head_dim, params.window
-    split = [params.heads * dim, params.kv_heads * dim, params.kv_heads * dim]
-    q, k, v = x[:, : params.qkv_size].split(split, dim=1)
-    q, k = _rotate(q, params, start, pages.dtype), _rotate(k, params, start, pages.dtype)
-    v = v.to(pages.dtype)
-    paged = pages.view(pages.shape[0], 2, -1, dim)
+    """Sliding-window attention `[rows, heads · d]`, `paged` as `kv_pages` makes it; fills the ring."""
+    rows, dim, window, dtype = x.shape[0], params.head_dim, params.window, paged.dtype
+    at = torch.arange(start, start + rows, device=x.device)
+    q, k, v = split_heads(x[:, : params.qkv_size], params)
+    q, k = (rotate(part.float(), params.cos, params.sin, at).to(dtype).flatten(1) for part in (q, k))
+    v = v.to(dtype).flatten(1)
     tokens = paged.shape[2]
     ring_pages = -(-window // tokens)
     ring = table_row[params.state_heads :][: params.kv_heads * ring_pages].long().view(-1, ring_pages)
@@ -116,13 +108,12 @@ def _window(
         old = paged[ring[:, place // tokens], :, place % tokens]  # [kv_heads, before, 2, d]
         k = torch.cat([old[:, :, 0].transpose(0, 1).flatten(1), k])
         v = torch.cat([old[:, :, 1].transpose(0, 1).flatten(1), v])
-    out = torch.empty((rows, params.heads * dim), dtype=pages.dtype, device=x.device)
+    out = torch.empty((rows, params.heads * dim), dtype=dtype, device=x.device)
     window_attention(q, k, v, start, before, window, dim**-0.5, dim, out)
-    last = min(window, rows)
-    place = torch.arange(start + rows - last, start + rows, device=x.device) % window
-    units, where = ring[:, place // tokens], (place % tokens).expand(params.kv_heads, -1)
-    paged[units, 0, where] = k[-last:].unflatten(1, (-1, dim)).transpose(0, 1)
-    paged[units, 1, where] = v[-last:].unflatten(1, (-1, dim)).transpose(0, 1)
+    kept = at[-window:] % window
+    units, where = ring[:, kept // tokens], (kept % tokens).expand(params.kv_heads, -1)
+    paged[units, 0, where] = k[-len(kept) :].unflatten(1, (-1, dim)).transpose(0, 1)
+    paged[units, 1, where] = v[-len(kept) :].unflatten(1, (-1, dim)).transpose(0, 1)
     return out
 
 
@@ -160,7 +151,7 @@ def gdn_prefill(
     if params.window:
         assert params.mix is not None
         share = torch.sigmoid(params.mix)[:, None]
-        near = _window(x, params, storage.view(dtype), table_row, start if has_state else 0, start)
+        near = _window(x, params, kv_pages(storage, dtype), table_row, start if has_state else 0, start)
         o = share * near.view(rows, params.heads, dim) + (1 - share) * o
     if taps:
         old = conv_tail.clone() if has_state else torch.zeros_like(conv_tail)
