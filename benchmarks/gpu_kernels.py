@@ -10,7 +10,6 @@ Few-row cases run as CUDA graphs of calls over operands that take turns, so that
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.claims import RESULTS
 from benchmarks.gpu_decode import copy_bandwidth
+from benchmarks.gpu_models import replay_seconds
 from benchmarks.report import header, write_results
 from morph.kernels.cuda import attention_decode, attention_prefill, gdn_decode, gdn_prefill
 from morph.kernels.cuda.row_linear import Tile, default_tile, row_linear
@@ -49,13 +49,7 @@ def device_seconds(calls: list[Callable[[], Any]], repeats: int = 15) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 3)]
-    for event in events:
-        event.record()
-        graph.replay()
-    torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) for a, b in pairwise(events[2:]))
-    return times[len(times) // 2] / 1e3 / len(calls)
+    return replay_seconds(graph, repeats) / len(calls)
 
 
 def row_map_figures(say: Callable[[str], None]) -> list[dict[str, Any]]:

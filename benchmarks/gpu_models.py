@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import os
+import pathlib
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 
 from morph.config import ModelConfig, SSMConfig
+from morph.engine.runner import Path
 from morph.engine.weights import AttentionWeights, BlockWeights, ModelWeights, SSMWeights
 from morph.kernels.cuda.backend import CudaKernels
 from morph.kernels.cuda.buffers import RowLists
@@ -19,6 +21,7 @@ from morph.kernels.cuda.decoder import CudaDecoder
 from morph.kernels.interface import SSMParams
 from morph.memory.pool import UnitPool
 from morph.memory.tables import PageTables, UnitLayout
+from morph.model.rope import rope_tables
 
 Layout = tuple[bool, ...]
 
@@ -82,7 +85,7 @@ def random_layouts(config: ModelConfig, count: int, share: float, seed: int = 0)
     return list(found)
 
 
-def recorded_layouts(config: ModelConfig, path: Path, count: int, seed: int = 0) -> list[Layout]:
+def recorded_layouts(config: ModelConfig, path: os.PathLike[str], count: int, seed: int = 0) -> list[Layout]:
     """`count` layouts drawn from recorded gate decisions: a file with one bit string per line.
 
     A recording of a model with another number of blocks is stretched: a block takes the bit of the block at the same
@@ -91,7 +94,7 @@ def recorded_layouts(config: ModelConfig, path: Path, count: int, seed: int = 0)
     Raises:
         ValueError: the file holds no layout, or a line is no bit string.
     """
-    lines = [line.strip() for line in path.read_text().splitlines() if line.strip()]
+    lines = [line.strip() for line in pathlib.Path(path).read_text().splitlines() if line.strip()]
     if not lines:
         raise ValueError(f"{path} holds no layout; write one bit string per line, as answers report them")
     for number, line in enumerate(lines, 1):
@@ -100,15 +103,6 @@ def recorded_layouts(config: ModelConfig, path: Path, count: int, seed: int = 0)
     blocks = config.num_blocks
     drawn = random.Random(seed).choices(lines, k=count)
     return [tuple(line[i * len(line) // blocks] == "1" for i in range(blocks)) for line in drawn]
-
-
-@dataclass
-class Rows:
-    """One path's rows of a block; see `PathRows`."""
-
-    rows: torch.Tensor | None
-    slots: torch.Tensor
-    count: int
 
 
 @dataclass
@@ -126,10 +120,7 @@ class Bench:
         """A model of one of `SHAPES`."""
         config = SHAPES[name]
         kernels = CudaKernels(device, torch.bfloat16, config.num_kv_heads)
-        angles = torch.arange(config.max_context, device=device)[:, None] * config.rope_theta ** -(
-            torch.arange(config.head_dim // 2, device=device) * 2 / config.head_dim
-        )
-        cos, sin = angles.cos().float(), angles.sin().float()
+        cos, sin = rope_tables(config, config.max_context, kernels.device)
         return cls(config, kernels, random_weights(config, kernels, cos, sin), cos, sin)
 
     def batch(self, layouts: Sequence[Layout], context: int) -> Batch:
@@ -157,11 +148,11 @@ class Bench:
         slots = torch.arange(len(layouts), dtype=torch.int32, device=device)
         paths = []
         for block in range(config.num_blocks):
-            pair: list[Rows | None] = []
+            pair: list[Path | None] = []
             for path in (True, False):
                 rows = [i for i, bits in enumerate(layouts) if bits[block] is path]
                 index = torch.tensor(rows, device=device)
-                pair.append(Rows(index, slots[index], len(rows)) if rows else None)
+                pair.append(Path(index, slots[index], len(rows)) if rows else None)
             paths.append((pair[0], pair[1]))
         return Batch(self, list(layouts), context, decoder, decoder.prepare(paths), slots)
 
@@ -211,10 +202,15 @@ class Batch:
         assert math.isfinite(float(self.decoder.run(lists, tokens, positions, self.slots).float().abs().max()))
         graph = self.decoder._graph(rows, lists.uniform)
         assert graph is not None
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 3)]
-        for event in events:
-            event.record()
-            graph.replay()
-        torch.cuda.synchronize()
-        times = sorted(a.elapsed_time(b) for a, b in pairwise(events[2:]))
-        return times[len(times) // 2] / 1e3
+        return replay_seconds(graph, repeats)
+
+
+def replay_seconds(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
+    """Median seconds of a replay, the first ones left out."""
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 3)]
+    for event in events:
+        event.record()
+        graph.replay()
+    torch.cuda.synchronize()
+    times = sorted(a.elapsed_time(b) for a, b in pairwise(events[2:]))
+    return times[len(times) // 2] / 1e3
