@@ -77,8 +77,9 @@ SMOLLM2_HUB = HubFile(
 
 ENTRIES = {
     ("smollm2-135m", "r1"): Entry("smollm2-135m", "r1", SMOLLM2, SMOLLM2_HUB, "Apache-2.0"),
+    ("smollm2-135m", "r2"): Entry("smollm2-135m", "r2", SMOLLM2, SMOLLM2_HUB, "Apache-2.0"),
 }
-LATEST = {"smollm2-135m": "r1"}
+LATEST = {"smollm2-135m": "r2"}
 
 
 def known_names() -> str:
