@@ -140,6 +140,11 @@ class EngineConfig:
         cohort_tokens: most prompt tokens prefilled together.
         token_tile: rows per tile of the MLP in prefill, bounds its activation memory.
         attention_budget: default budget of requests that name none, 0…1.
+        cache_share: share of the pool that the context cache may hold, 0…1; 0 = no cache, None = by device. Requests
+            that need the memory get it back.
+        cache_policy: who leaves the cache first: `greedy_dual` (FLOPs saved per byte, hits, age), `lru` or `marconi`.
+        layout_boundary: what the gates see of a request that names no `gate_tokens`: the whole `prompt`, or the
+            `first_message` that is long, so that all questions about it and all turns after it have one layout.
         poison: fill freed pages with NaN (tests).
     """
 
@@ -153,4 +158,7 @@ class EngineConfig:
     token_tile: int = 1024
     max_waiting: int = 1024
     attention_budget: float = 0.5
+    cache_share: float | None = None
+    layout_boundary: Literal["prompt", "first_message"] = "prompt"
+    cache_policy: Literal["greedy_dual", "lru", "marconi"] = "greedy_dual"
     poison: bool = False

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from morph.cache.context_cache import ContextCache
+from morph.cache.placement import cuts
+from morph.cache.snapshot import BlockData
 from morph.config import ModelConfig
+from morph.engine.checkpoints import Checkpoint
 from morph.engine.request import Request
 from morph.memory.pool import PoolExhausted
 from morph.memory.tables import PageTables
@@ -15,14 +19,18 @@ class Admission:
     the difference back. So no allocation can fail during prefill.
     """
 
-    def __init__(self, tables: PageTables, config: ModelConfig) -> None:
+    def __init__(self, tables: PageTables, config: ModelConfig, cache: ContextCache | None = None) -> None:
         self.tables = tables
         self.pool = tables.pool
         self.kinds = config.block_kinds
+        self.message_ends = frozenset(config.eos_token_ids)
+        self.cache = cache
 
     def block_need(self, request: Request, block: int, tokens: int) -> int:
-        """Units to reserve for one block of `tokens` tokens."""
-        attention, ssm = self.tables.layout.attention_units(tokens), self.tables.layout.state_units
+        """Units to reserve for one block of `tokens` tokens, beside the whole pages of a hit."""
+        layout = self.tables.layout
+        shared = request.hit.tokens // layout.page_tokens if request.hit is not None else 0
+        attention, ssm = layout.attention_units(tokens) - layout.kv_heads * shared, layout.state_units
         if block < len(request.bits):
             return attention if request.bits[block] else ssm
         if request.fixed is not None:
@@ -42,7 +50,7 @@ class Admission:
     def admit(self, request: Request, headroom: int) -> bool:
         """Give the request a slot and reserve its prefill's units, if `headroom` units stay available beside them."""
         need = self.need(request, request.num_tokens)
-        if not self.tables.free_slots or need + headroom > self.pool.available_units:
+        if not self.tables.free_slots or not self._room(need + headroom):
             return False
         self.pool.reserve(need)
         slot = self.tables.acquire()
@@ -50,12 +58,106 @@ class Admission:
         request.slot, request.reserved = slot, need
         return True
 
+    def _room(self, units: int) -> bool:
+        """True when so many units are available, after evicting what must go for them."""
+        if self.cache is not None:
+            return self.cache.make_room(units)
+        return units <= self.pool.available_units
+
+    # ---- the context cache
+
+    def look_up(self, request: Request) -> None:
+        """Find where the prompt can start from; the request holds that position until `leave_hit`."""
+        if self.cache is None:
+            return
+        known = request.bits if request.fixed is None else list(request.fixed)
+        limit = last_usable(request)
+        if len(known) < len(self.kinds):
+            limit = min(limit, request.gate_tokens - 1)
+        request.hit = self.cache.find(
+            request.namespace, request.tokens, limit, known, len(self.kinds), gates=len(known) < len(self.kinds)
+        )
+        request.cached = request.hit.tokens if request.hit is not None else 0
+
+    def leave_hit(self, request: Request) -> None:
+        """The request reads no more from where it started."""
+        if request.hit is not None and self.cache is not None:
+            self.cache.leave(request.namespace, request.hit)
+            request.hit = None
+
+    def plan_checkpoints(self, request: Request) -> None:
+        """Choose what the admitted request's prefill leaves behind."""
+        request.sums_known = True
+        if not request.preemptions:
+            request.skipped = request.cached
+        if self.cache is None:
+            return
+        parting = request.hit.matched if request.hit is not None else 0
+        if request.hit is None:
+            parting = self.cache.matched(request.namespace, request.tokens)
+        fixed = request.layout(len(self.kinds))
+        # Keys and values can be cut back to any shorter prefix: without states nothing needs checkpoints in between.
+        most = 1 if fixed is not None and all(fixed) else 4
+        places = cuts(request.tokens, request.cached, last_usable(request), self.message_ends, parting, most)
+        request.checkpoints = [Checkpoint(place) for place in places if place >= self.cache.least_tokens]
+
+    def open_checkpoints(self, request: Request, block: int) -> None:
+        """Memory for what the block leaves behind; a checkpoint that finds none is given up."""
+        layout, attention = self.tables.layout, request.bits[block]
+        for checkpoint in list(request.checkpoints):
+            sums, checkpoint.sums = checkpoint.sums, None
+            if attention:
+                held = self.tables.units(request.slot, block).reshape(layout.kv_heads, -1)
+                units = held[:, : layout.pages(checkpoint.tokens)].copy()
+                self.pool.retain(units.ravel())
+            elif self._room(layout.state_units):
+                units = self.pool.alloc(layout.state_units)
+            else:
+                self._give_up(request, checkpoint)
+                continue
+            checkpoint.blocks.append(BlockData(attention, units, sums=sums))
+
+    def _give_up(self, request: Request, checkpoint: Checkpoint) -> None:
+        assert self.cache is not None
+        request.checkpoints.remove(checkpoint)
+        self.cache.discard(checkpoint.blocks)
+
+    def publish(self, request: Request) -> None:
+        """The prefill is through: what it left behind can be used, and the place that it started from is left."""
+        if self.cache is None:
+            return
+        counts = self.cache.counts
+        counts.prompt_tokens += request.num_tokens
+        counts.hit_tokens += request.cached
+        counts.kinds["hit" if request.cached else "miss"] += 1
+        if request.hit is not None:
+            self.cache.used(request.hit, request.bits)
+        self.leave_hit(request)
+        for checkpoint in request.checkpoints:
+            self.cache.publish(request.namespace, request.tokens[: checkpoint.tokens], request.bits, checkpoint.blocks)
+        request.checkpoints = []
+
+    def donate(self, request: Request, blocks: list[BlockData]) -> None:
+        """A finished answer's memory goes to the cache as it is; `blocks` lacks the units, which the slot has."""
+        assert self.cache is not None
+        layout = self.tables.layout
+        for block, data in enumerate(blocks):
+            units = self.tables.units(request.slot, block)
+            if data.attention:
+                units = units.reshape(layout.kv_heads, -1)[:, : layout.pages(request.cached)].copy()
+            self.pool.retain(units.ravel())
+            data.units = units
+        self.cache.publish(request.namespace, request.tokens[: request.cached], request.bits, blocks)
+
     def open_block(self, request: Request, block: int, attention: bool) -> None:
         """Turn the block's reservation into memory for the chosen path; the rest goes back."""
         promised = self.block_need(request, block, request.num_tokens)
         free_before = self.pool.free_units
         if attention:
-            self.tables.open_attention(request.slot, block, request.num_tokens, reserved=True)
+            shared = None
+            if request.hit is not None and (data := request.hit.block(request.bits[: block + 1])) is not None:
+                shared = data.units[:, : request.hit.tokens // self.tables.layout.page_tokens]
+            self.tables.open_attention(request.slot, block, request.num_tokens, reserved=True, shared=shared)
         else:
             self.tables.open_ssm(request.slot, block, reserved=True)
         self.pool.unreserve(promised - (free_before - self.pool.free_units))
@@ -66,7 +168,9 @@ class Admission:
         try:
             self.tables.grow(request.slot, request.cached + 1)
         except PoolExhausted:
-            return False
+            if not self._room(self.tables.growth(request.slot, request.cached + 1)):
+                return False
+            self.tables.grow(request.slot, request.cached + 1)
         return True
 
     def page_of_all(self, requests: list[Request]) -> int:
@@ -76,8 +180,21 @@ class Admission:
 
     def release(self, request: Request) -> None:
         """Free all memory and promises of the request."""
+        self.leave_hit(request)
+        if self.cache is not None:
+            for checkpoint in request.checkpoints:
+                self.cache.discard(checkpoint.blocks)
+        request.checkpoints = []
         if request.slot < 0:
+            request.cached = 0
             return
         self.tables.release(request.slot)
         self.pool.unreserve(request.reserved)
         request.slot, request.reserved, request.cached = -1, 0, 0
+
+
+def last_usable(request: Request) -> int:
+    """The longest prefix that a hit can serve: the rows from there on give the logits that are asked for."""
+    if request.params.prompt_logprobs is not None and request.prompt_logprobs is None:
+        return request.score_from or 0
+    return request.num_tokens - 1

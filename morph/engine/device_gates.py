@@ -54,8 +54,8 @@ class DeviceGates:
             rows = normed[cohort.starts[index] : cohort.starts[index + 1]]
             seen = request.gate_tokens
             # Copies: the sums go on over the rest of the prompt while the gates' products are queued.
-            sums = runner.sum_tokens(request, block, rows[:seen]).clone()
-            found.setdefault(id(gate), (gate, []))[1].append((request, sums, rows[seen - 1]))
+            sums = runner.sum_prompt(request, block, rows, request.cached, seen).clone()
+            found.setdefault(id(gate), (gate, []))[1].append((request, sums, rows[seen - 1 - request.cached]))
         members, values = [], []
         for gate, entries in found.values():
             sums, last = torch.stack([e[1] for e in entries]), torch.stack([e[2] for e in entries])

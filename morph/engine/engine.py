@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -9,6 +11,10 @@ from typing import Any
 
 import torch
 
+from morph.cache.context_cache import ContextCache
+from morph.cache.placement import first_message
+from morph.cache.snapshot import BlockData
+from morph.cache.tree import encode
 from morph.config import EngineConfig, ModelConfig
 from morph.engine.admission import Admission
 from morph.engine.detokenizer import Decoder, Detokenizer
@@ -17,14 +23,16 @@ from morph.engine.device_sampling import sample_on_device
 from morph.engine.grammar import Grammars
 from morph.engine.pace import Pace
 from morph.engine.params import FinishReason, SamplingParams
-from morph.engine.request import Request
+from morph.engine.request import Request, Status
 from morph.engine.runner import Cohort, ModelRunner
 from morph.engine.sampling import sample, token_logprob
 from morph.engine.scheduler import Scheduler
 from morph.errors import InvalidRequest
-from morph.gate.policy import GatePolicy
+from morph.gate.policy import GatePolicy, UtilityPolicy
 from morph.layout import Layout
 
+MOST_DECISIONS = 4096
+"""Prompts whose layouts are remembered."""
 SCORE_TILE = 256
 """Rows of prompt logits made at a time: 256 x vocabulary x 4 bytes."""
 
@@ -46,18 +54,21 @@ class Engine:
         tokenizer: Decoder,
         policy_for: PolicyFactory | None,
         max_context: int,
+        cache: ContextCache | None = None,
     ) -> None:
         self.config = config
         self.engine_config = engine_config
         self.runner = runner
         self.tokenizer = tokenizer
         self.max_context = max_context
-        self.admission = Admission(runner.tables, config)
+        self.cache = cache
+        self.admission = Admission(runner.tables, config, cache)
         self.scheduler = Scheduler(self.admission, engine_config.cohort_tokens, runner.drop)
         self.grammars = Grammars(tokenizer, config.vocab_size, config.eos_token_ids)
         self.requests: dict[str, Request] = {}
         self._policy_for = policy_for
         self._policies: dict[float, GatePolicy] = {}
+        self._decided: dict[tuple[str, float | None, bytes], tuple[tuple[bool, ...], tuple[float, ...]]] = {}
         self._order = 0
         on_device = runner.kernels.device.type != "cpu"
         self._device_gates = DeviceGates(runner.kernels.device) if on_device else None
@@ -119,7 +130,7 @@ class Engine:
             budget=budget,
             policy=policy,
             carry=policy.initial_carry() if policy is not None else None,
-            gate_tokens=params.gate_tokens or len(prompt),
+            gate_tokens=params.gate_tokens or self._boundary(prompt),
             priority=priority,
             score_from=score_from,
             layout_source="gate" if policy is not None else "request",
@@ -134,6 +145,12 @@ class Engine:
                 "max_tokens",
             )
         return request
+
+    def _boundary(self, prompt: list[int]) -> int:
+        """How many tokens the gates see when the request does not say."""
+        if self.engine_config.layout_boundary == "first_message":
+            return first_message(prompt, self.admission.message_ends)
+        return len(prompt)
 
     def _check_prompt(self, prompt: list[int], params: SamplingParams) -> None:
         if not prompt:
@@ -192,8 +209,25 @@ class Engine:
             raise InvalidRequest(f"request id {request.id!r} is already in use", "request_id")
         request.order = self._order
         self._order += 1
+        self._recall(request)
         self.requests[request.id] = request
         self.scheduler.add(request)
+
+    def _recall(self, request: Request) -> None:
+        """The gates' choices are a function of what they see: known ones need not be made again."""
+        if request.policy is None or self.cache is None or request.params.cache_affinity != 0:
+            return
+        known = self._decided.get(_what_gates_see(request))
+        if known is not None:
+            request.bits, request.utilities = list(known[0]), list(known[1])
+
+    def _remember(self, request: Request) -> None:
+        """Keep the choices of a request whose layout its gates alone made."""
+        if request.policy is None or self.cache is None or request.layout_source != "gate":
+            return
+        if len(self._decided) >= MOST_DECISIONS:
+            self._decided.pop(next(iter(self._decided)))
+        self._decided[_what_gates_see(request)] = (tuple(request.bits), tuple(request.utilities))
 
     def abort(self, request_id: str) -> Request | None:
         """Stop a request at once and free all that it holds; None when there is no such request."""
@@ -267,16 +301,21 @@ class Engine:
         begin = self._pace.start() if self._pace is not None else None
         for _ in range(share):
             self._prefill_block(cohort)
+            if not cohort.requests:
+                break
         if self._pace is not None and begin is not None:
             self._pace.stop(begin, prompt_rows, share)
-        if cohort.block < blocks:
+        if cohort.block < blocks or not cohort.requests:
             return []
         logits = self.runner.finish_cohort(cohort)
         members = list(cohort.requests)
-        self.prefill_rows += sum(request.num_tokens for request in members)
+        self.prefill_rows += sum(request.rows for request in members)
         for index, request in enumerate(members):
             if _wants_prompt_logits(request):
                 self._score_prompt(cohort, index, request)
+        for request in members:
+            self.admission.publish(request)
+            self._remember(request)
         self.scheduler.start_running(cohort)
         self.runner.forget_batch()
         generating = [(i, r) for i, r in enumerate(members) if r.score_from is None]
@@ -291,16 +330,76 @@ class Engine:
     def _prefill_block(self, cohort: Cohort) -> None:
         block = cohort.block
         normed = self.runner.norm_block(cohort)
+        if self.config.is_adaptive:
+            for request in cohort.requests:
+                if request.hit is not None:
+                    self.runner.restore_sums(request, block, request.hit.sums(request.bits[:block]))
         utilities = self._device_gates.predict(self.runner, cohort, normed) if self._device_gates is not None else {}
+        strays: list[Request] = []
         for index, request in enumerate(cohort.requests):
             rows = normed[cohort.starts[index] : cohort.starts[index + 1]]
             if len(request.bits) <= block:
                 request.bits.append(self._decide(request, block, rows, utilities.get(request.id)))
             elif self.config.is_adaptive:
-                self.runner.sum_tokens(request, block, rows)
+                self.runner.sum_prompt(request, block, rows, request.cached, request.num_tokens)
+            data = None
+            if request.hit is not None:
+                data = request.hit.block(request.bits[: block + 1]) or self._adopt(request, block)
+                if data is None:
+                    strays.append(request)
+                    continue
             self.admission.open_block(request, block, request.bits[block])
+            if data is not None:
+                self.runner.restore_block(request, block, data)
+            self.admission.open_checkpoints(request, block)
+        for request in strays:
+            normed = self._start_again(cohort, request, normed)
+        if not cohort.requests:
+            return
         last_only = block + 1 == self.config.num_blocks and not any(map(_wants_prompt_logits, cohort.requests))
         self.runner.run_block(cohort, normed, [request.bits[block] for request in cohort.requests], last_only)
+
+    def _adopt(self, request: Request, block: int) -> BlockData | None:
+        """Take the stored branch against the gate, where the request's affinity allows; else None.
+
+        When the tolerance does not suffice, the request is left with the gates' own choices up to the first one that
+        was not followed.
+        """
+        affinity, policy, hit = request.params.cache_affinity, request.policy, request.hit
+        if affinity == 0 or hit is None or not isinstance(policy, UtilityPolicy) or len(request.bits) != block + 1:
+            return None
+        own = list(request.bits)
+        data = hit.block([*own[:-1], not own[-1]])
+        regret = request.regret + policy.regret(block, request.utilities[block], request.gate_tokens)
+        if affinity == "auto":
+            assert self.cache is not None
+            saved = self.cache.cost.flops(sum(own), hit.tokens) / policy.cost.flops_per_second
+            tolerance = policy.tau * saved
+        else:
+            tolerance = float(affinity)
+        if data is not None and regret <= tolerance and math.isfinite(regret):
+            request.gate_bits = request.gate_bits or own
+            request.bits[-1], request.regret = not own[-1], regret
+            request.layout_source = "cache"
+            return data
+        if request.gate_bits is not None:
+            request.bits, request.gate_bits = request.gate_bits, None
+            del request.utilities[len(request.bits) :]
+            request.regret, request.layout_source = 0.0, "gate"
+        return None
+
+    def _start_again(self, cohort: Cohort, request: Request, normed: torch.Tensor) -> torch.Tensor:
+        """The gates chose what nobody stored at the request's hit: it starts again with the decisions that it has.
+
+        Returns:
+            `normed` without the request's rows.
+        """
+        index = cohort.requests.index(request)
+        begin, end = cohort.starts[index], cohort.starts[index + 1]
+        assert self.cache is not None
+        self.cache.counts.kinds["restart"] += 1
+        self.scheduler.start_again(request)
+        return torch.cat([normed[:begin], normed[end:]])
 
     def _decide(self, request: Request, block: int, rows: torch.Tensor, utility: float | None = None) -> bool:
         """The block's bit, from what the gate sees of the prompt; keeps the running sums of all its tokens.
@@ -308,10 +407,10 @@ class Engine:
         Args:
             utility: û where it was predicted on the device; the sums then hold what the gate saw already.
         """
-        seen = request.gate_tokens if request.policy is not None else len(rows)
+        seen = request.gate_tokens if request.policy is not None else request.num_tokens
         sums = None
         if utility is None and self.config.is_adaptive:
-            sums = self.runner.sum_tokens(request, block, rows[:seen])
+            sums = self.runner.sum_prompt(request, block, rows, request.cached, seen)
         if request.policy is None:
             assert request.fixed is not None
             return request.fixed[block]
@@ -321,15 +420,15 @@ class Engine:
                 decision = request.policy.decided(block, utility, seen, request.carry)
             else:
                 assert sums is not None
-                decision = request.policy.decide(block, sums, rows[seen - 1], seen, request.carry)
+                decision = request.policy.decide(block, sums, rows[seen - 1 - request.cached], seen, request.carry)
             request.carry = decision.carry
             request.utilities.append(decision.utility)
             bit = decision.attention
         else:
             request.utilities.append(0.0)
             bit = kind == "attention"
-        if seen < len(rows):
-            self.runner.sum_tokens(request, block, rows[seen:])
+        if seen < request.num_tokens:
+            self.runner.sum_prompt(request, block, rows, seen, request.num_tokens)
         return bit
 
     # ---- tokens
@@ -375,10 +474,17 @@ class Engine:
         request.detokenizer.finish(stopped=cut)
         request.finish_reason = reason
         request.finished_at = time.perf_counter()
+        if self.cache is not None and reason in ("stop", "length") and request.score_from is None:
+            self._donate(request)
         self.scheduler.finish(request)
         self.scheduler.counters.finished += reason in ("stop", "length")
         self.requests.pop(request.id, None)
         self.runner.forget_batch()
+
+    def _donate(self, request: Request) -> None:
+        """What a finished answer leaves in memory serves the conversation's next turn."""
+        if request.status is Status.RUNNING and request.cached >= request.prompt_len:
+            self.admission.donate(request, self.runner.left_behind(request))
 
     def _score_prompt(self, cohort: Cohort, index: int, request: Request) -> None:
         """Log probabilities of prompt tokens; entry i belongs to token i, None where nothing precedes or asks."""
@@ -398,8 +504,12 @@ class Engine:
         """Raise AssertionError when the engine is idle and a unit or slot is still held."""
         pool, tables = self.admission.pool, self.runner.tables
         pool.check()
+        if self.cache is not None:
+            self.cache.check()
         if self.idle:
-            assert pool.free_units == pool.num_units, f"{pool.num_units - pool.free_units} units leaked"
+            cached = self.cache.held_units if self.cache is not None else 0
+            leaked = pool.num_units - pool.free_units - cached
+            assert leaked == 0, f"{leaked} units leaked"
             assert pool.reserved_units == 0, f"{pool.reserved_units} reserved units leaked"
             assert tables.free_slots == tables.table.shape[0], "a slot leaked"
             assert not self.requests, f"requests {list(self.requests)} leaked"
@@ -430,9 +540,15 @@ class Engine:
             "free_slots": self.runner.tables.free_slots,
             "attention_share": sum(bits) / len(bits) if bits else None,
             "distinct_layouts": len({tuple(request.bits) for request in running}),
+            **(self.cache.stats() if self.cache is not None else {}),
         }
 
 
 def _wants_prompt_logits(request: Request) -> bool:
     """True while log probabilities of the request's prompt tokens are still to be made."""
     return request.params.prompt_logprobs is not None and request.prompt_logprobs is None
+
+
+def _what_gates_see(request: Request) -> tuple[str, float | None, bytes]:
+    seen = encode(request.tokens[: request.gate_tokens])
+    return request.namespace, request.budget, hashlib.blake2b(seen, digest_size=16).digest()

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
+from morph.cache.context_cache import ContextCache
+from morph.cache.cost import PrefillCost
+from morph.cache.eviction import make_evictor
 from morph.checkpoint import ModelSource, open_model
 from morph.checkpoint.tokenizer import load_tokenizer
-from morph.config import EngineConfig
+from morph.config import EngineConfig, ModelConfig
 from morph.engine.engine import Engine
 from morph.engine.runner import ModelRunner
 from morph.engine.weights import load_weights
@@ -26,6 +29,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 MEMORY_SHARE = {"cpu": 0.4, "cuda": 0.85}
 """Share of the free memory that the pool takes at most when no size is given; on CUDA the weights are loaded by then,
 and activations of prefill, graphs and the libraries' own buffers need the rest."""
+
+
+CACHE_SHARE = {"cpu": 0.25, "cuda": 1.0}
+"""Share of the pool that the context cache may hold when nothing is said. On a CPU the system hands out the pool's
+memory as it is first written, so a smaller cache keeps the process small."""
 
 
 @dataclass
@@ -100,6 +108,24 @@ def _load(path: str | Path, engine_config: EngineConfig, device: str) -> LoadedM
         runner.decoder.warm_up(range(1, engine_config.max_requests + 1))
     tokenizer = load_tokenizer(source.tokenizer_dir)
     policy_for = Gates.load(source).policy if source.meta.get("gate") else None
-    engine = Engine(config, engine_config, runner, tokenizer, policy_for, max_context)
+    cache = _context_cache(config, engine_config, pool)
+    engine = Engine(config, engine_config, runner, tokenizer, policy_for, max_context, cache)
     name = str(source.meta.get("name") or Path(path).stem)
     return LoadedModel(engine, source, tokenizer, name, replace(engine_config, max_context=max_context))
+
+
+def _context_cache(config: ModelConfig, engine_config: EngineConfig, pool: UnitPool) -> ContextCache | None:
+    share = engine_config.cache_share
+    if share is None:
+        share = CACHE_SHARE[pool.storage.device.type]
+    if not 0 <= share <= 1:
+        raise InvalidRequest(
+            f"cache_share is {share}; use 0 (no cache) to 1 (all memory that requests leave)", "cache_share"
+        )
+    if share == 0:
+        return None
+    most = int(share * pool.num_units)
+    return ContextCache(
+        pool, PrefillCost(config), most, evictor=make_evictor(engine_config.cache_policy),
+        most_aside=max(1 << 20, most * pool.unit_bytes // 4),
+    )  # fmt: skip

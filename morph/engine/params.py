@@ -39,6 +39,8 @@ class SamplingParams:
         layout: `auto`, `attention`, `ssm` or one character of 0 and 1 per block.
         attention_budget: 0…1; None = the engine's default. Used by `auto`.
         cache_affinity: 0 = exact; a tolerance or `auto` lets a request adopt a cached layout.
+        cache_salt: requests with different salts share nothing in the context cache, so that timing tells tenants
+            nothing of each other; None = the common namespace.
         gate_tokens: how many leading prompt tokens the gates may see; None = all.
         grammar: what the answer must match: JSON of a schema, a regular expression, a grammar.
     """
@@ -61,6 +63,7 @@ class SamplingParams:
     layout: str = "auto"
     attention_budget: float | None = None
     cache_affinity: float | Literal["auto"] = 0.0
+    cache_salt: str | None = None
     gate_tokens: int | None = None
     grammar: Grammar | None = None
 
@@ -108,6 +111,10 @@ class SamplingParams:
             isinstance(affinity, int | float) and not isinstance(affinity, bool) and affinity >= 0
         )
         _require(ok, "cache_affinity", affinity, "0 (exact), a positive tolerance or 'auto'")
+        salt = self.cache_salt
+        _require(
+            salt is None or (isinstance(salt, str) and bool(salt)), "cache_salt", salt, "a string that is not empty"
+        )
         _require(self.gate_tokens is None or self.gate_tokens >= 1, "gate_tokens", self.gate_tokens, "at least 1")
 
 

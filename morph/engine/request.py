@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from morph.cache.context_cache import Hit
+from morph.engine.checkpoints import Checkpoint
 from morph.engine.detokenizer import Detokenizer
 from morph.engine.grammar import Constraint
 from morph.engine.params import FinishReason, LayoutSource, RequestOutput, SamplingParams, TokenLogprob
@@ -34,6 +36,12 @@ class Request:
         slot: row of the page tables while it holds memory.
         cached: tokens whose keys, values and states are in memory (positions 0…cached-1).
         reserved: units promised for blocks that are not decided yet.
+        hit: where the prompt starts from in the context cache, while blocks still read from it.
+        skipped: prompt tokens that were served from the cache in the last prefill.
+        checkpoints: what this prefill leaves behind in the cache, by position.
+        sums_known: the running sums of the gates' features are those of all tokens.
+        regret: what adopting cached bits against the gates has cost so far; `gate_bits` keeps the gates' own choices
+            up to the first one that was not followed.
         score_from: position whose successor is the first scored token; None = a request that generates.
         prompt: the prompt's tokens; shared with all outputs and never changed.
         constraint: which tokens may come next, where the answer must match a grammar.
@@ -63,6 +71,12 @@ class Request:
     slot: int = -1
     cached: int = 0
     reserved: int = 0
+    hit: Hit | None = None
+    skipped: int = 0
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    sums_known: bool = True
+    regret: float = 0.0
+    gate_bits: list[bool] | None = None
     preemptions: int = 0
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -95,6 +109,16 @@ class Request:
     def num_tokens(self) -> int:
         """Prompt and answer tokens."""
         return len(self.tokens)
+
+    @property
+    def namespace(self) -> str:
+        """Requests of different namespaces see nothing of each other in the cache."""
+        return self.params.cache_salt or ""
+
+    @property
+    def rows(self) -> int:
+        """Tokens that prefill computes: those that are not in memory."""
+        return len(self.tokens) - self.cached
 
     @property
     def answer(self) -> list[int]:
@@ -144,6 +168,7 @@ class Request:
             ttft=None if self.first_token is None else self.first_token - self.arrival,
             e2e=None if self.finished_at is None else self.finished_at - self.arrival,
             prompt_logprobs=self.prompt_logprobs,
+            cached_tokens=self.skipped,
         )
         if self.params.logprobs is not None:
             out.logprobs = list(self.logprobs)

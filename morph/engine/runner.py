@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 
+from morph.cache.context_cache import no_units
+from morph.cache.snapshot import BlockData
 from morph.config import ModelConfig
 from morph.engine.request import Request
 from morph.engine.weights import BlockWeights, ModelWeights
 from morph.engine.workspace import Workspace
 from morph.kernels.interface import Kernels, PackedLinear
+from morph.memory.pool import Units
 from morph.memory.tables import PageTables
 
 
@@ -47,7 +50,7 @@ class Cohort:
 
 def _starts(requests: list[Request]) -> list[int]:
     """First row of each request in a cohort, and the total at the end."""
-    return list(accumulate((request.num_tokens for request in requests), initial=0))
+    return list(accumulate((request.rows for request in requests), initial=0))
 
 
 def _answer_rows(requests: list[Request]) -> list[tuple[int, int]]:
@@ -57,7 +60,7 @@ def _answer_rows(requests: list[Request]) -> list[tuple[int, int]]:
     """
     spans, end = [], 0
     for request in requests:
-        begin, end = end + request.prompt_len, end + request.num_tokens
+        begin, end = end + max(0, request.prompt_len - request.cached), end + request.rows
         if begin < end:
             spans.append((begin, end))
     return spans
@@ -66,6 +69,10 @@ def _answer_rows(requests: list[Request]) -> list[tuple[int, int]]:
 def _last_answers(requests: list[Request]) -> list[tuple[int, int]]:
     """The same in a batch of each request's last row."""
     return [(i, i + 1) for i, request in enumerate(requests) if request.num_tokens > request.prompt_len]
+
+
+def _index(units: Units, storage: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(units.astype("int64")).to(storage.device)
 
 
 @dataclass
@@ -123,8 +130,8 @@ class ModelRunner:
     # ---- prefill
 
     def start_cohort(self, requests: list[Request]) -> Cohort:
-        """Embed the tokens of requests that hold a slot each; nothing of them is in memory yet."""
-        tokens = [token for request in requests for token in request.tokens]
+        """Embed the tokens of requests that hold a slot each, those that a cache hit does not cover."""
+        tokens = [token for request in requests for token in request.tokens[request.cached :]]
         ids = torch.tensor(tokens, dtype=torch.long, device=self.kernels.device)
         for request in requests:
             self.sums[request.slot] = 0.0
@@ -151,11 +158,67 @@ class ModelRunner:
             )
         return normed
 
-    def sum_tokens(self, request: Request, block: int, rows: torch.Tensor) -> torch.Tensor:
-        """Add rows to the request's running sum of the block; float64 `[hidden]`, the live buffer."""
-        sums = self.sums[request.slot, block]
-        self.kernels.sum_tokens_(sums, rows)
+    def sum_prompt(self, request: Request, block: int, rows: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+        """Add the rows of the positions begin…end - 1 to the request's running sum of the block.
+
+        Checkpoints in (begin, end] get a copy of what the sum is there.
+
+        Args:
+            rows: `[rows, hidden]`, the request's rows of this prefill; row 0 is the first token that is not cached.
+
+        Returns:
+            float64 `[hidden]`, the live buffer.
+        """
+        sums, first = self.sums[request.slot, block], request.cached
+        for checkpoint in request.checkpoints:
+            if begin < checkpoint.tokens <= end:
+                self.kernels.sum_tokens_(sums, rows[begin - first : checkpoint.tokens - first])
+                checkpoint.sums = sums.clone() if request.sums_known else None
+                begin = checkpoint.tokens
+        if begin < end:
+            self.kernels.sum_tokens_(sums, rows[begin - first : end - first])
         return sums
+
+    def restore_sums(self, request: Request, block: int, sums: torch.Tensor | None) -> None:
+        """The running sum of the block continues from a cached prefix; None = it is not known."""
+        if sums is None:
+            request.sums_known = False
+        else:
+            self.sums[request.slot, block].copy_(sums)
+
+    def restore_block(self, request: Request, block: int, data: BlockData) -> None:
+        """Copy what the request will write to: states, ring and tail, or the page that is filled in part."""
+        storage, tables = self.tables.pool.storage, self.tables
+        if data.attention:
+            full, rest = divmod(request.cached, tables.layout.page_tokens)
+            if not rest:
+                return
+            own = tables.units(request.slot, block).reshape(tables.layout.kv_heads, -1)[:, full]
+            storage[_index(own, storage)] = storage[_index(data.units[:, full], storage)]
+            return
+        own = tables.units(request.slot, block)
+        storage[_index(own, storage)] = storage[_index(data.units, storage)]
+        tables.conv_tails[request.slot, block].copy_(data.tail)
+
+    def save_state(self, request: Request, block: int, data: BlockData) -> None:
+        """Copy the block's states, ring and tail, as they are now, to where a checkpoint keeps them."""
+        storage, tables = self.tables.pool.storage, self.tables
+        storage[_index(data.units, storage)] = storage[_index(tables.units(request.slot, block), storage)]
+        data.tail = tables.conv_tails[request.slot, block].clone()
+
+    def left_behind(self, request: Request) -> list[BlockData]:
+        """What a request that has finished leaves in its slot, without the units."""
+        slot, tables = request.slot, self.tables
+        known = request.sums_known and self.config.is_adaptive
+        return [
+            BlockData(
+                bit,
+                no_units(),
+                None if bit else tables.conv_tails[slot, block].clone(),
+                self.sums[slot, block].clone() if known else None,
+            )
+            for block, bit in enumerate(request.bits)
+        ]
 
     def run_block(self, cohort: Cohort, normed: torch.Tensor, attention: list[bool], last_only: bool = False) -> None:
         """Run the cohort's next block with one decision per request; memory for it is open already.
@@ -252,8 +315,10 @@ class ModelRunner:
         answers = _answer_rows(requests)
         qkv = self.workspace.take("qkv", x.shape[0], config.qkv_size)
         self._prefill_linear(x, mixer.qkv, qkv, answers)
-        lengths = [request.num_tokens for request in requests]
-        positions = torch.cat([torch.arange(n, dtype=torch.int32) for n in lengths]).to(kernels.device)
+        lengths = [request.rows for request in requests]
+        positions = torch.cat(
+            [torch.arange(r.cached, r.num_tokens, dtype=torch.int32) for r in requests]
+        ).to(kernels.device)  # fmt: skip
         slots = torch.repeat_interleave(
             torch.tensor([request.slot for request in requests], dtype=torch.int32), torch.tensor(lengths)
         ).to(kernels.device)
@@ -264,19 +329,20 @@ class ModelRunner:
         )  # fmt: skip
         heads = self.workspace.take("heads", out.shape[0], config.q_size)
         begin = made = 0
-        for request, n in zip(requests, lengths, strict=True):
-            first = n - 1 if last_only else 0
+        for request in requests:
+            n, cached = request.num_tokens, request.cached
+            first = n - 1 if last_only else cached
             # The prompt's rows, then those of an answer that was begun before.
             for start, stop, exact in ((first, request.prompt_len, False), (max(first, request.prompt_len), n, True)):
                 if start >= stop:
                     continue
                 kernels.prefill_attention(
-                    qkv[begin + start : begin + stop, : config.q_size], tables.pool.storage,
+                    qkv[begin + start - cached : begin + stop - cached, : config.q_size], tables.pool.storage,
                     tables.table[request.slot, block], pages, start, self.scale,
                     out=heads[made : made + stop - start], exact=exact,
                 )  # fmt: skip
                 made += stop - start
-            begin += n
+            begin += request.rows
         return self._prefill_linear(heads, mixer.out, out, _last_answers(requests) if last_only else answers)
 
     def _prefill_ssm(
@@ -297,12 +363,17 @@ class ModelRunner:
         ends = []
         at = 0
         for request in requests:
-            n = request.num_tokens
-            kernels.gdn_prefill(
-                inputs[at : at + n], mixer.params, tables.pool.storage, tables.table[request.slot, block],
-                tables.conv_tails[request.slot, block], has_state=False, start=0, out=heads[at : at + n],
-            )  # fmt: skip
-            at += n
+            start = request.cached
+            stops = {checkpoint.tokens: checkpoint for checkpoint in request.checkpoints}
+            for stop in sorted({*stops, request.num_tokens}):
+                n = stop - start
+                kernels.gdn_prefill(
+                    inputs[at : at + n], mixer.params, tables.pool.storage, tables.table[request.slot, block],
+                    tables.conv_tails[request.slot, block], has_state=start > 0, start=start, out=heads[at : at + n],
+                )  # fmt: skip
+                if stop in stops:
+                    self.save_state(request, block, stops[stop].blocks[block])
+                at, start = at + n, stop
             ends.append(at - 1)
         if last_only:
             last = torch.tensor(ends, device=kernels.device)
@@ -331,7 +402,7 @@ class ModelRunner:
     def prompt_logits(self, cohort: Cohort, index: int, begin: int, end: int) -> torch.Tensor:
         """Logits at positions `begin…end-1` of one request, after `finish_cohort`; float32 `[n, vocab]`."""
         assert cohort.pending is not None
-        at = cohort.starts[index]
+        at = cohort.starts[index] - cohort.requests[index].cached
         return self.kernels.linear(cohort.pending[at + begin : at + end], self.weights.head)
 
     # ---- decode

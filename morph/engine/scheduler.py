@@ -73,15 +73,29 @@ class Scheduler:
         headroom = self.admission.page_of_all(self.running)
         while self.waiting:
             request = self.waiting[0]
-            if members and tokens + request.num_tokens > self.cohort_tokens:
+            self.admission.look_up(request)
+            if members and tokens + request.rows > self.cohort_tokens:
+                self.admission.release(request)
                 break
-            if not self.admission.admit(request, headroom):
+            admitted = self.admission.admit(request, headroom)
+            if not admitted and request.hit is not None and not (members or self.running or self.cohorts):
+                # Nobody else will give memory back, and what the hit holds on to may be what is missing.
+                self.admission.release(request)
+                admitted = self.admission.admit(request, headroom)
+            if not admitted:
+                self.admission.release(request)
                 break
             self.waiting.pop(0)
             request.status = Status.PREFILL
+            self.admission.plan_checkpoints(request)
             members.append(request)
-            tokens += request.num_tokens
+            tokens += request.rows
         return members
+
+    def start_again(self, request: Request) -> None:
+        """A request in prefill goes back to the queue with the decisions that it has."""
+        self._detach(request)
+        self.add(request)
 
     def next_cohort(self, num_blocks: int) -> Cohort | None:
         """The cohort whose blocks run in this iteration: least work left first, but none waits for long."""

@@ -145,6 +145,7 @@ class CostTable:
         self.ssm = np.asarray(ssm, dtype=np.float64)
         self.mean_answer_tokens = float(mean_answer_tokens)
         self.source, self.device, self.rates = source, device, rates
+        self.flops_per_second = float((rates or {}).get("flops", CPU_RATES.flops))
         self._check()
         self._saved: dict[int, list[float]] = {}
         self._log_lengths = np.log(self.lengths.astype(np.float64))

@@ -186,6 +186,12 @@ class UtilityPolicy:
         """True where the decision of an adaptive block depends on û: for `n` tokens the ssm saves time."""
         return self.gates[block] is not None and self.cost.saved_seconds(block, n) > 0
 
+    def regret(self, block: int, utility: float, n: int) -> float:
+        """Nats lost, time weighed in, by the mixer that the rule rejects; infinite where û was not predicted."""
+        if not self.asks(block, n) or not math.isfinite(self.tau):
+            return math.inf
+        return abs(utility - self.tau * self.cost.saved_seconds(block, n))
+
     def decided(self, block: int, utility: float, n: int, carry: Any = None) -> Decision:
         """The decision, given û (predicted elsewhere)."""
         return Decision(self.attention(block, utility, n), utility, carry)

@@ -121,6 +121,10 @@ class UnitPool:
         self._stack[self._top : self._top + len(freed)] = freed
         self._top += len(freed)
 
+    def exclusive(self, references: npt.NDArray[np.int32]) -> int:
+        """How many units have all of their references among these, int32 `[num_units + 1]`."""
+        return int(np.count_nonzero((references > 0) & (references == self._references)))
+
     def references(self, unit: int) -> int:
         """How many hold the unit."""
         return int(self._references[unit])

@@ -103,17 +103,26 @@ class PageTables:
         """A free slot, or None."""
         return self._free_slots.pop() if self._free_slots else None
 
-    def open_attention(self, slot: int, block: int, tokens: int, reserved: bool = False) -> None:
+    def open_attention(
+        self, slot: int, block: int, tokens: int, reserved: bool = False, shared: Units | None = None
+    ) -> None:
         """Give a block pages for `tokens` tokens.
+
+        Args:
+            shared: int32 `[kv_heads, pages]`, first pages that others hold too: they are read, never written.
 
         Raises:
             PoolExhausted: too few units; nothing changes.
         """
         assert self._kind[slot, block] == 0, f"slot {slot} block {block} already holds memory"
-        pages = self.layout.pages(tokens)
-        units = self.pool.alloc(self.layout.kv_heads * pages, reserved)
+        pages, known = self.layout.pages(tokens), 0 if shared is None else shared.shape[1]
+        units = self.pool.alloc(self.layout.kv_heads * (pages - known), reserved)
         row = self._host[slot, block, : self.layout.kv_heads * self.layout.max_pages]
-        row.reshape(self.layout.kv_heads, self.layout.max_pages)[:, :pages] = units.reshape(-1, pages)
+        row = row.reshape(self.layout.kv_heads, self.layout.max_pages)
+        row[:, known:pages] = units.reshape(-1, pages - known)
+        if shared is not None:
+            self.pool.retain(shared.ravel())
+            row[:, :known] = shared
         self._kind[slot, block] = 1
         self._tokens[slot, block] = pages * self.layout.page_tokens
         self._publish(slot, block)

@@ -46,7 +46,8 @@ class Pair:
             patch.setenv("MORPH_KERNELS", backend)
             patch.setenv("MORPH_CPU_GEMM", "float32")
             options: dict[str, Any] = {"dtype": dtype, "max_requests": 7, "poison": True}
-            self.roomy = LLM(folder, memory_bytes=8 << 20, **options)
+            # Without a context cache: what company alone changes is judged apart from what a hit changes.
+            self.roomy = LLM(folder, memory_bytes=8 << 20, cache_share=0.0, **options)
             layout = self.roomy.engine.runner.tables.layout
             units = 4 * max(layout.attention_units(160), layout.state_units) + 2
             options |= {"prefill_tokens": 32, "cohort_tokens": 200}

@@ -18,7 +18,7 @@ from tests.tiny import tiny_config
 
 def test_interface_is_frozen() -> None:
     names = {n for n, _ in inspect.getmembers(UnitPool, inspect.isfunction) if not n.startswith("_")}
-    assert names == {"reserve", "unreserve", "alloc", "retain", "release", "references", "check"}
+    assert names == {"reserve", "unreserve", "alloc", "retain", "release", "references", "exclusive", "check"}
     names = {n for n, _ in inspect.getmembers(PageTables, inspect.isfunction) if not n.startswith("_")}
     assert names == {
         "acquire", "open_attention", "open_ssm", "growth", "grow", "release", "units", "held", "totals",

@@ -35,7 +35,7 @@ class RealServer:
         while True:
             stats = self.engine.stats()
             busy = {name: stats[name] for name in ("running", "waiting", "prefilling", "units_reserved")}
-            if not any(busy.values()) and stats["units_free"] == stats["units_total"]:
+            if not any(busy.values()) and stats["units_free"] + stats["units_cached"] == stats["units_total"]:
                 assert stats["free_slots"] == self.engine.engine_config.max_requests
                 return
             assert time.monotonic() < deadline, f"still held: {stats}"
