@@ -18,7 +18,7 @@ import numpy.typing as npt
 from morph.cache.cost import PrefillCost
 from morph.cache.eviction import Evictor, GreedyDual
 from morph.cache.snapshot import BlockData, Snapshot, path_key
-from morph.cache.tree import Node, RadixTree, Walk, encode
+from morph.cache.tree import WIDTH, Node, RadixTree, Walk, encode
 from morph.memory.pool import UnitPool, Units
 
 
@@ -96,7 +96,7 @@ class ContextCache:
     def find(
         self,
         namespace: str,
-        tokens: Sequence[int],
+        tokens: Sequence[int] | bytes,
         limit: int,
         bits: Sequence[bool],
         num_blocks: int,
@@ -147,7 +147,7 @@ class ContextCache:
                     return Hit(below, min(shared, limit, below.tokens), walk.matched)
         return None
 
-    def matched(self, namespace: str, tokens: Sequence[int]) -> int:
+    def matched(self, namespace: str, tokens: Sequence[int] | bytes) -> int:
         """Tokens that some stored path shares with these."""
         tree = self._trees.get(namespace)
         return tree.walk(encode(tokens)).matched if tree is not None else 0
@@ -169,16 +169,19 @@ class ContextCache:
 
     # ---- storing
 
-    def publish(self, namespace: str, tokens: Sequence[int], bits: Sequence[bool], blocks: list[BlockData]) -> bool:
+    def publish(
+        self, namespace: str, tokens: Sequence[int] | bytes, bits: Sequence[bool], blocks: list[BlockData]
+    ) -> bool:
         """Take over what a request left after `tokens`; False when it was there already or is too short to pay.
 
         The references to the units in `blocks` pass to the cache either way.
         """
-        if len(tokens) < self.least_tokens or self.most_units <= 0:
+        path = encode(tokens)
+        if len(path) < self.least_tokens * WIDTH or self.most_units <= 0:
             self.discard(blocks)
             return False
         tree = self._trees.setdefault(namespace, RadixTree())
-        node = tree.node_at(encode(tokens))
+        node = tree.node_at(path)
         key = path_key(bits)
         if key in node.snapshots:
             self.discard(blocks)
@@ -189,16 +192,16 @@ class ContextCache:
                     self._aside += _bytes(new.sums)
             self.evictor.touch(known, self.clock())
             return False
-        kept, spare = [], []
+        kept: list[BlockData] = []
+        new: list[BlockData] = []
+        spare: list[BlockData] = []
         for depth, data in enumerate(blocks, 1):
             there = node.blocks.setdefault(key >> (len(bits) - depth), data)
-            if there is data:
-                self._hold(data)
-            else:
-                # Another layout with the same bits so far: one copy is enough.
-                spare.append(data)
+            # Another layout with the same bits so far: one copy is enough.
+            (new if there is data else spare).append(data)
             there.users += 1
             kept.append(there)
+        self._hold(new)
         self.discard(spare)
         above = self._nearest_above(node, key)
         snapshot = Snapshot(node, key, node.tokens, kept)
@@ -218,8 +221,7 @@ class ContextCache:
 
     def discard(self, blocks: Sequence[BlockData]) -> None:
         """Give back references that nobody will take over."""
-        for data in blocks:
-            self.pool.release(data.units.ravel())
+        self.pool.release(_units(blocks))
 
     @staticmethod
     def _nearest_above(node: Node, key: int) -> Snapshot | None:
@@ -230,26 +232,24 @@ class ContextCache:
             up = up.parent
         return None
 
-    def _hold(self, data: BlockData) -> None:
-        units = data.units.ravel()
+    def _hold(self, blocks: Sequence[BlockData]) -> None:
+        """Count the references of one position's blocks, which have no unit in common."""
+        units = _units(blocks)
         self._held += int(np.count_nonzero(self._references[units] == 0))
         self._references[units] += 1
-        self._aside += _bytes(data.tail) + _bytes(data.sums)
+        self._aside += sum(_bytes(data.tail) + _bytes(data.sums) for data in blocks)
 
-    def _let_go(self, data: BlockData) -> None:
-        units = data.units.ravel()
+    def _let_go(self, blocks: Sequence[BlockData]) -> None:
+        units = _units(blocks)
         self._references[units] -= 1
         self._held -= int(np.count_nonzero(self._references[units] == 0))
-        self._aside -= _bytes(data.tail) + _bytes(data.sums)
+        self._aside -= sum(_bytes(data.tail) + _bytes(data.sums) for data in blocks)
         self.pool.release(units)
 
     def _look(self, snapshot: Snapshot) -> None:
         """Count the units that are the snapshot's own."""
-        units = [data.units.ravel() for data in snapshot.blocks if data.users == 1]
-        if not units:
-            snapshot.units = 0
-            return
-        snapshot.units = int(np.count_nonzero(self._references[np.concatenate(units)] == 1))
+        units = _units([data for data in snapshot.blocks if data.users == 1])
+        snapshot.units = int(np.count_nonzero(self._references[units] == 1))
 
     # ---- eviction
 
@@ -283,11 +283,13 @@ class ContextCache:
         _, tree = self._snapshots.pop(id(snapshot))
         node, depth = snapshot.node, len(snapshot.blocks)
         del node.snapshots[snapshot.key]
+        left: list[BlockData] = []
         for number, data in enumerate(snapshot.blocks, 1):
             data.users -= 1
             if not data.users:
                 del node.blocks[snapshot.key >> (depth - number)]
-                self._let_go(data)
+                left.append(data)
+        self._let_go(left)
         tree.prune(node)
 
     def reset(self) -> int:
@@ -346,6 +348,10 @@ class ContextCache:
         assert aside == self._aside, f"{aside} bytes aside, {self._aside} counted"
         held = np.flatnonzero(references)
         assert all(self.pool.references(int(unit)) >= 1 for unit in held), "a cached unit is free"
+
+
+def _units(blocks: Sequence[BlockData]) -> Units:
+    return np.concatenate([data.units.ravel() for data in blocks]) if blocks else no_units()
 
 
 def _bytes(tensor: Any) -> int:

@@ -20,7 +20,7 @@ def path_key(bits: Sequence[bool]) -> int:
     return key
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class BlockData:
     """One block at one position. It depends on the tokens and on the bits of this block and those below alone.
 
@@ -40,7 +40,7 @@ class BlockData:
     users: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Snapshot:
     """A complete layout at one position.
 

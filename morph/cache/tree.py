@@ -14,9 +14,9 @@ WIDTH = 4
 """Bytes per token id: paths are bytes, so that they compare at the speed of memory."""
 
 
-def encode(tokens: Sequence[int]) -> bytes:
-    """Token ids as bytes."""
-    return array("i", tokens).tobytes()
+def encode(tokens: Sequence[int] | bytes) -> bytes:
+    """Token ids as bytes; a path that is encoded already passes through."""
+    return tokens if isinstance(tokens, bytes) else array("i", tokens).tobytes()
 
 
 def common_tokens(one: bytes, two: bytes) -> int:
@@ -27,7 +27,7 @@ def common_tokens(one: bytes, two: bytes) -> int:
     return int(differing[0]) if len(differing) else size
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Node:
     """A position in the tree.
 

@@ -112,10 +112,14 @@ class UnitPool:
         if len(units) == 0:
             return
         np.subtract.at(self._references, units, 1)
-        if np.any(self._references[units] < 0):
+        left = self._references[units]
+        if left.min() < 0:
             np.add.at(self._references, units, 1)
             raise ValueError(f"release of a free unit among {units.tolist()}")
-        freed = np.unique(units[self._references[units] == 0])
+        freed = units[left == 0]
+        if len(freed) > 1:
+            freed = np.sort(freed)
+            freed = freed[np.concatenate(([True], freed[1:] != freed[:-1]))]
         if self.poison and len(freed):
             self.storage[torch.from_numpy(freed.astype(np.int64))] = 0xFF
         self._stack[self._top : self._top + len(freed)] = freed
