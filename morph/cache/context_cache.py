@@ -193,15 +193,15 @@ class ContextCache:
             self.evictor.touch(known, self.clock())
             return False
         kept: list[BlockData] = []
-        new: list[BlockData] = []
+        fresh: list[BlockData] = []
         spare: list[BlockData] = []
         for depth, data in enumerate(blocks, 1):
             there = node.blocks.setdefault(key >> (len(bits) - depth), data)
             # Another layout with the same bits so far: one copy is enough.
-            (new if there is data else spare).append(data)
+            (fresh if there is data else spare).append(data)
             there.users += 1
             kept.append(there)
-        self._hold(new)
+        self._hold(fresh)
         self.discard(spare)
         above = self._nearest_above(node, key)
         snapshot = Snapshot(node, key, node.tokens, kept)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
+
+import numpy as np
 
 LEAST = 16
 """Tokens that a checkpoint where prompts part must save at least."""
@@ -11,17 +14,24 @@ GAP = 64
 
 
 def cuts(
-    tokens: Sequence[int], begin: int, limit: int, ends: Collection[int], parting: int, most: int = 4, gap: int = GAP
+    tokens: Sequence[int],
+    begin: int,
+    limit: int,
+    ends: Collection[int],
+    parting: int,
+    expected: int = 0,
+    most: int = 4,
+    gap: int = GAP,
 ) -> list[int]:
     """Positions of checkpoints, ascending; a position is a number of tokens before it.
 
     The end is always one. Then, while `most` allows: where the prompt parts from what is stored (somebody else came
-    this way, so others will), the end of the first message, the ends of the last ones.
+    this way, so others will), where others like it parted, the end of the first message, the ends of the last ones.
 
     Args:
         begin: tokens that are restored, not computed. limit: the last position that a hit could use.
         ends: token ids that end a chat message.
-        parting: tokens that the prompt shares with a stored path.
+        parting: tokens that the prompt shares with a stored path. expected: the place that `Tails` names.
         gap: least distance between two message ends, and from `begin`.
     """
     if limit <= begin:
@@ -34,12 +44,50 @@ def cuts(
 
     if begin + LEAST <= parting < limit:
         found.append(parting)
+    if len(found) < most:
+        add(expected)
     messages = [i + 1 for i in range(begin, limit) if tokens[i] in ends]
     for position in messages[:1] + messages[:0:-1]:
         if len(found) >= most:
             break
         add(position)
     return sorted(found)
+
+
+class Tails:
+    """Learns how many tokens at a prompt's end are its own, to place a checkpoint before prompts part there.
+
+    A document with a question behind it is asked about again. Where it ends shows only once a second prompt has parted
+    from the first, and the second finds no state there; so the state is kept where earlier traffic parted, counted from
+    the end. The tail is chosen that would have saved the most tokens over the last lookups, each at its own length.
+
+    Args:
+        window: lookups that are remembered. grid: positions are multiples of it, so that prompts agree on one.
+    """
+
+    def __init__(self, window: int = 64, grid: int = 64) -> None:
+        self.grid = grid
+        self._seen: deque[tuple[int, int]] = deque(maxlen=window)
+
+    def saw(self, tokens: int, matched: int) -> None:
+        """A prompt of so many tokens shared `matched` of them with something stored."""
+        self._seen.append((tokens, matched))
+
+    def place(self, tokens: int) -> int:
+        """Where the prompt will part from others like it; 0 when nothing says so."""
+        if not self._seen:
+            return 0
+        length, matched = np.array(self._seen).T
+        own = length - matched
+        # saves[i, j]: tokens that a state at lookup i's tail would have saved lookup j.
+        saves = np.where(own[None, :] <= own[:, None], np.maximum(length[None, :] - own[:, None], 0), 0)
+        usable = (matched > 0) & (own < tokens)
+        total = np.where(usable, saves.sum(axis=1), 0)
+        best = int(total.argmax())
+        # One prompt in eight must have shared that much, else a state is kept for nobody.
+        if not total[best] or 8 * np.count_nonzero(saves[best]) < len(self._seen):
+            return 0
+        return (tokens - int(own[best])) // self.grid * self.grid
 
 
 def first_message(tokens: Sequence[int], ends: Collection[int], gap: int = GAP) -> int:

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from morph.cache.context_cache import ContextCache
-from morph.cache.placement import cuts
+from morph.cache.placement import Tails, cuts
 from morph.cache.snapshot import BlockData
+from morph.cache.tree import common_tokens
 from morph.config import ModelConfig
 from morph.engine.checkpoints import Checkpoint
 from morph.engine.request import Request
 from morph.memory.pool import PoolExhausted
 from morph.memory.tables import PageTables
+
+MOST_FOLLOWERS = 256
+"""Waiting requests that are looked at for a prefix in common."""
+MOST_NAMESPACES = 1024
+"""Namespaces whose traffic is remembered."""
+WORTH_WAITING = 128
+"""Tokens that waiting for another's prefill must save at least."""
 
 
 class Admission:
@@ -25,6 +35,7 @@ class Admission:
         self.kinds = config.block_kinds
         self.message_ends = frozenset(config.eos_token_ids)
         self.cache = cache
+        self._tails: dict[str, Tails] = {}
 
     def block_need(self, request: Request, block: int, tokens: int) -> int:
         """Units to reserve for one block of `tokens` tokens, beside the whole pages of a hit."""
@@ -75,7 +86,7 @@ class Admission:
         if len(known) < len(self.kinds):
             limit = min(limit, request.gate_tokens - 1)
         request.hit = self.cache.find(
-            request.namespace, request.tokens, limit, known, len(self.kinds), gates=len(known) < len(self.kinds)
+            request.namespace, request.path(), limit, known, len(self.kinds), gates=len(known) < len(self.kinds)
         )
         request.cached = request.hit.tokens if request.hit is not None else 0
 
@@ -85,8 +96,12 @@ class Admission:
             self.cache.leave(request.namespace, request.hit)
             request.hit = None
 
-    def plan_checkpoints(self, request: Request) -> None:
-        """Choose what the admitted request's prefill leaves behind."""
+    def plan_checkpoints(self, request: Request, waiting: Sequence[Request] = ()) -> None:
+        """Choose what the admitted request's prefill leaves behind.
+
+        Args:
+            waiting: others in the queue. Those that share enough with the request wait for it from now on.
+        """
         request.sums_known = True
         if not request.preemptions:
             request.skipped = request.cached
@@ -94,12 +109,40 @@ class Admission:
             return
         parting = request.hit.matched if request.hit is not None else 0
         if request.hit is None:
-            parting = self.cache.matched(request.namespace, request.tokens)
+            parting = self.cache.matched(request.namespace, request.path())
+        tails = self._tails.setdefault(request.namespace, Tails())
+        if len(self._tails) > MOST_NAMESPACES:
+            self._tails.pop(next(iter(self._tails)))
+        expected = tails.place(request.num_tokens)
+        if not request.preemptions:
+            tails.saw(request.num_tokens, parting if parting >= self.cache.least_tokens else 0)
+        parting = self._lead(request, waiting) or parting
         fixed = request.layout(len(self.kinds))
         # Keys and values can be cut back to any shorter prefix: without states nothing needs checkpoints in between.
         most = 1 if fixed is not None and all(fixed) else 4
-        places = cuts(request.tokens, request.cached, last_usable(request), self.message_ends, parting, most)
+        places = cuts(request.tokens, request.cached, last_usable(request), self.message_ends, parting, expected, most)
         request.checkpoints = [Checkpoint(place) for place in places if place >= self.cache.least_tokens]
+
+    def _lead(self, request: Request, waiting: Sequence[Request]) -> int:
+        """Let others that begin alike wait for what this prefill computes; returns where they part, 0 for none.
+
+        Of all places where somebody parts, the one that saves the most tokens is taken.
+        """
+        shared = []
+        for other in waiting[:MOST_FOLLOWERS]:
+            if other.leader is None and _same_choice(request, other):
+                tokens = min(common_tokens(request.path(), other.path()), last_usable(other))
+                if tokens >= request.cached + WORTH_WAITING:
+                    shared.append((tokens, other))
+        if not shared:
+            return 0
+        shared.sort(key=lambda entry: entry[0])
+        gains = [(tokens - request.cached) * (len(shared) - i) for i, (tokens, _) in enumerate(shared)]
+        place = shared[gains.index(max(gains))][0]
+        for tokens, other in shared:
+            if tokens >= place:
+                other.leader = request
+        return place
 
     def open_checkpoints(self, request: Request, block: int) -> None:
         """Memory for what the block leaves behind; a checkpoint that finds none is given up."""
@@ -134,7 +177,7 @@ class Admission:
             self.cache.used(request.hit, request.bits)
         self.leave_hit(request)
         for checkpoint in request.checkpoints:
-            self.cache.publish(request.namespace, request.tokens[: checkpoint.tokens], request.bits, checkpoint.blocks)
+            self.cache.publish(request.namespace, request.path(checkpoint.tokens), request.bits, checkpoint.blocks)
         request.checkpoints = []
 
     def donate(self, request: Request, blocks: list[BlockData]) -> None:
@@ -147,7 +190,7 @@ class Admission:
                 units = units.reshape(layout.kv_heads, -1)[:, : layout.pages(request.cached)].copy()
             self.pool.retain(units.ravel())
             data.units = units
-        self.cache.publish(request.namespace, request.tokens[: request.cached], request.bits, blocks)
+        self.cache.publish(request.namespace, request.path(request.cached), request.bits, blocks)
 
     def open_block(self, request: Request, block: int, attention: bool) -> None:
         """Turn the block's reservation into memory for the chosen path; the rest goes back."""
@@ -191,6 +234,11 @@ class Admission:
         self.tables.release(request.slot)
         self.pool.unreserve(request.reserved)
         request.slot, request.reserved, request.cached = -1, 0, 0
+
+
+def _same_choice(one: Request, other: Request) -> bool:
+    """True when two requests that see the same tokens run the same layout over them."""
+    return one.namespace == other.namespace and one.fixed == other.fixed and one.budget == other.budget
 
 
 def last_usable(request: Request) -> int:

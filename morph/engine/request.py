@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from morph.cache.context_cache import Hit
+from morph.cache.tree import WIDTH, encode
 from morph.engine.checkpoints import Checkpoint
 from morph.engine.detokenizer import Detokenizer
 from morph.engine.grammar import Constraint
@@ -39,6 +40,7 @@ class Request:
         hit: where the prompt starts from in the context cache, while blocks still read from it.
         skipped: prompt tokens that were served from the cache in the last prefill.
         checkpoints: what this prefill leaves behind in the cache, by position.
+        leader: a request in prefill that will leave behind what this one can start from.
         sums_known: the running sums of the gates' features are those of all tokens.
         regret: what adopting cached bits against the gates has cost so far; `gate_bits` keeps the gates' own choices
             up to the first one that was not followed.
@@ -74,6 +76,7 @@ class Request:
     hit: Hit | None = None
     skipped: int = 0
     checkpoints: list[Checkpoint] = field(default_factory=list)
+    leader: Request | None = None
     sums_known: bool = True
     regret: float = 0.0
     gate_bits: list[bool] | None = None
@@ -95,6 +98,7 @@ class Request:
     def __post_init__(self) -> None:
         params = self.params
         self.prompt = self.tokens[: self.prompt_len]
+        self._path = encode(self.prompt)
         self.penalised = bool(
             self.constraint is not None
             or params.logit_bias
@@ -114,6 +118,13 @@ class Request:
     def namespace(self) -> str:
         """Requests of different namespaces see nothing of each other in the cache."""
         return self.params.cache_salt or ""
+
+    def path(self, tokens: int | None = None) -> bytes:
+        """The first tokens (all, when not said) as the cache's tree has them."""
+        known = len(self._path) // WIDTH
+        if known < len(self.tokens):
+            self._path += encode(self.tokens[known:])
+        return self._path if tokens is None else self._path[: tokens * WIDTH]
 
     @property
     def rows(self) -> int:

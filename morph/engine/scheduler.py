@@ -64,15 +64,21 @@ class Scheduler:
     def next_members(self) -> list[Request]:
         """Admit waiting requests for a new cohort, in order; empty when none fits now.
 
-        The order is strict: a request that does not fit is not overtaken, so none starves.
+        The order is strict but for requests that wait for what another one computes right now: a request that does
+        not fit is not overtaken, so none starves.
         """
         if len(self.cohorts) >= MAX_COHORTS:
             return []
         members: list[Request] = []
-        tokens = 0
+        tokens = at = 0
         headroom = self.admission.page_of_all(self.running)
-        while self.waiting:
-            request = self.waiting[0]
+        while at < len(self.waiting):
+            request = self.waiting[at]
+            if request.leader is not None:
+                if request.leader.status is Status.PREFILL:
+                    at += 1
+                    continue
+                request.leader = None
             self.admission.look_up(request)
             if members and tokens + request.rows > self.cohort_tokens:
                 self.admission.release(request)
@@ -85,9 +91,9 @@ class Scheduler:
             if not admitted:
                 self.admission.release(request)
                 break
-            self.waiting.pop(0)
+            self.waiting.pop(at)
             request.status = Status.PREFILL
-            self.admission.plan_checkpoints(request)
+            self.admission.plan_checkpoints(request, self.waiting[at:])
             members.append(request)
             tokens += request.rows
         return members

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,3 +224,35 @@ def test_random_traffic_with_reuse(folder: Path) -> None:
         for one, two in zip(plain.generate(prompts, params), cached.generate(prompts, params), strict=True):
             assert_same(one, two)
     assert cached.engine.stats()["cache_hit"] > 2
+
+
+def test_requests_that_begin_alike_wait_for_the_first_one(folder: Path) -> None:
+    llm, cold = pair(folder, memory_bytes=16 << 20, max_requests=8)
+    rng = random.Random(5)
+    text = [rng.randrange(256) for _ in range(300)]
+    prompts = [text + [rng.randrange(256) for _ in range(20 + i)] for i in range(5)]
+    outputs = llm.generate(prompts, SamplingParams(max_tokens=4, layout="0101"))
+    assert [output.cached_tokens for output in outputs] == [0, 300, 300, 300, 300]
+    for asked, output in zip(prompts, outputs, strict=True):
+        assert output.token_ids == cold.generate([asked], SamplingParams(max_tokens=4, layout="0101"))[0].token_ids
+    llm.engine.check()
+
+
+def test_followers_go_on_when_their_leader_is_aborted(folder: Path) -> None:
+    llm, _ = pair(folder, memory_bytes=16 << 20, max_requests=8)
+    engine = llm.engine
+    engine.engine_config = replace(engine.engine_config, prefill_tokens=1)
+    params = SamplingParams(max_tokens=4, layout="0101")
+    requests = [engine.make_request(str(i), [7] * 300 + [i] * 10, params) for i in range(3)]
+    running = engine.make_request("other", [1, 2, 3], params)
+    engine.add(running)
+    engine.step()
+    for request in requests:
+        engine.add(request)
+    engine.step()
+    assert requests[1].leader is requests[0] and requests[2].leader is requests[0]
+    engine.abort("0")
+    while not engine.idle:
+        engine.step()
+    assert all(request.finish_reason == "length" for request in requests[1:])
+    engine.check()
