@@ -202,7 +202,7 @@ def claims_of(name: str, rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def main(
-    model: Annotated[str, typer.Option("--model", help="Name or folder of a pulled model.")] = "smollm2-135m@r1",
+    model: Annotated[str, typer.Option("--model", help="Name or folder of a pulled model.")] = "smollm2-135m",
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Per prompt.")] = 64,
     count: Annotated[int | None, typer.Option("--prompts", min=1, help="Only the first ones; default: all.")] = None,
     results: Annotated[Path, typer.Option("--results", help="Folder for the JSON file.")] = RESULTS,

@@ -1,6 +1,6 @@
 """Same checkpoint, same inputs, other ways of running: how often answers, choices and layouts are equal.
 
-    python -m benchmarks.eval_consistency smollm2-135m@r1 --hf smollm2-hf --data DATA --limit 50
+    python -m benchmarks.eval_consistency smollm2-135m --hf smollm2-hf --data DATA --limit 50
 
 Against the engine in float32, batched: the same one request at a time, in bfloat16, on the GPU with `--cuda`; and, for
 all attention, transformers on the dequantised base (`benchmarks/peers/dequantise.py`) through lm-eval's `hf`, against
@@ -87,7 +87,7 @@ def transformers_records(folder: Path, evaluation: Evaluation, tokenizer: Any) -
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Name or folder of a model with gates.")] = "smollm2-135m@r1",
+    model: Annotated[str, typer.Argument(help="Name or folder of a model with gates.")] = "smollm2-135m",
     hf: Annotated[Path | None, typer.Option("--hf", help="Hugging Face folder of the dequantised base.")] = None,
     data: Annotated[Path | None, typer.Option("--data", help="Folder with sets; default: package samples.")] = None,
     datasets: Annotated[str, typer.Option("--datasets", help="Sets, comma-separated.")] = ",".join(SETS),

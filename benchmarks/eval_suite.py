@@ -1,7 +1,7 @@
 """A suite of `morph eval` as a result file: figures of every set and layout, and the claims that they support.
 
-    python -m benchmarks.eval_suite smollm2-135m@r1 --suite six --data DATA --out eval-six-r1
-    python -m benchmarks.eval_suite smollm2-135m@r1 --suite quick --out eval-quick-r1
+    python -m benchmarks.eval_suite smollm2-135m --suite six --data DATA --out eval-six-r1
+    python -m benchmarks.eval_suite smollm2-135m --suite quick --out eval-quick-r1
 
 Takes the options of `morph eval` that matter here; a stopped run goes on with the same `--out`.
 """
@@ -77,7 +77,7 @@ def claims_of(summary: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Name or folder of a model.")] = "smollm2-135m@r1",
+    model: Annotated[str, typer.Argument(help="Name or folder of a model.")] = "smollm2-135m",
     suite: Annotated[Literal["quick", "six", "six-short", "six-long", "long"], typer.Option("--suite")] = "quick",
     layouts: Annotated[str | None, typer.Option("--layouts", help="As of `morph eval`.")] = None,
     datasets: Annotated[str, typer.Option("--datasets", help="Only these sets, comma-separated.")] = "",

@@ -156,7 +156,7 @@ def claims_of(cases: Sequence[dict[str, Any]], revision: str) -> list[dict[str, 
 
 
 def main(
-    model: Annotated[str, typer.Option("--model", help="Name or folder.")] = "smollm2-135m@r1",
+    model: Annotated[str, typer.Option("--model", help="Name or folder.")] = "smollm2-135m",
     lengths: Annotated[list[int] | None, typer.Option("--tokens", help="Prompt length; repeatable.")] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Prompts per case that count.")] = 9,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="Default: torch's choice.")] = None,

@@ -251,7 +251,7 @@ def drawn(model: MorphModel, tokenizer: Any, data: Path, per_set: int, longest: 
 
 
 def main(
-    model: Annotated[str, typer.Argument(help="Name or folder of a model with gates.")] = "smollm2-135m@r1",
+    model: Annotated[str, typer.Argument(help="Name or folder of a model with gates.")] = "smollm2-135m",
     requests: Annotated[Path | None, typer.Option("--requests", help="File of requests (.npz).")] = None,
     data: Annotated[Path | None, typer.Option("--data", help="Folder with eval/, instead of --requests.")] = None,
     split: Annotated[str, typer.Option("--split", help="Split of the requests.")] = "eval",

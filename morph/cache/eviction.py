@@ -1,7 +1,7 @@
 """Who leaves first. Three policies over the same entries, so that they can be compared.
 
 `greedy_dual`: FLOPs saved per byte and hits, aged by a clock that rises to the value of what was evicted last
-(GreedyDual-Size with frequency; Cao & Irani 1997, Cherkasova 1998), with one exponent between recency and value.
+(GreedyDual-Size with frequency; Cao & Irani 1997, Cherkasova 1998), its two exponents tuned by a bounded replay.
 `lru`: least recently used. `marconi`: recency + α · FLOPs per byte, both min-max normalised (Pan et al., 2024).
 """
 
@@ -82,19 +82,22 @@ class LeastRecent:
 
 
 class GreedyDual:
-    """GreedyDual with frequency: value = clock + (hits + 1) · (FLOPs per unit, over its running mean) ** exponent."""
+    """GreedyDual with frequency: value = clock + (hits + 1) ** frequency · (FLOPs per unit, over its mean) ** worth.
 
-    def __init__(self, exponent: float = 0.5) -> None:
-        self.exponent = exponent
+    With both exponents 0 this is LRU. `tuning.Tuner` chooses between several while the engine runs.
+    """
+
+    def __init__(self, frequency: float = 1.0, worth: float = 1.0) -> None:
+        self.frequency, self.worth = frequency, worth
         self._heap, self._clock, self._mean = _Heap(), 0.0, 0.0
 
     def touch(self, snapshot: Snapshot, now: float) -> None:
         """See `Evictor.touch`."""
         worth = snapshot.gain / max(1, snapshot.units)
         self._mean = worth if not self._mean else 0.98 * self._mean + 0.02 * worth
-        relative = (worth / self._mean) ** self.exponent if self._mean > 0 else 1.0
+        relative = (worth / self._mean) ** self.worth if self._mean > 0 else 1.0
         snapshot.used = now
-        snapshot.weight = self._clock + (1 + snapshot.hits) * relative
+        snapshot.weight = self._clock + (1 + snapshot.hits) ** self.frequency * relative
         self._heap.push(snapshot)
 
     def victims(self, snapshots: Iterable[Snapshot], now: float) -> Iterable[Snapshot]:

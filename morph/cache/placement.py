@@ -90,6 +90,39 @@ class Tails:
         return (tokens - int(own[best])) // self.grid * self.grid
 
 
+class Trust:
+    """How often gates follow what is stored, to know when a hit is worth trying.
+
+    Behind a hit whose layout is not known yet, the rest of the prompt runs until a gate chooses what nobody stored; its
+    rows are then lost. So a short hit in a long prompt must be likely to hold.
+
+    Args:
+        memory: share of the past that a new observation leaves.
+    """
+
+    def __init__(self, memory: float = 0.95) -> None:
+        self.memory = memory
+        self._followed, self._lost = 1.0, 0.125
+
+    def followed(self) -> None:
+        """A hit held to the last block."""
+        self._age()
+        self._followed += 1
+
+    def strayed(self, share: float) -> None:
+        """It did not; `share` of the blocks had run."""
+        self._age()
+        self._lost += share
+
+    def worth(self, hit: int, tokens: int) -> bool:
+        """True when a hit of so many tokens saves more than it puts at risk."""
+        return self._followed * hit >= self._lost * (tokens - hit)
+
+    def _age(self) -> None:
+        self._followed *= self.memory
+        self._lost *= self.memory
+
+
 def first_message(tokens: Sequence[int], ends: Collection[int], gap: int = GAP) -> int:
     """Tokens up to the end of the first message that is at least `gap` tokens long; all where there is none."""
     begin = 0

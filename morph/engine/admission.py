@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from morph.cache.context_cache import ContextCache
-from morph.cache.placement import Tails, cuts
+from morph.cache.eviction import GreedyDual
+from morph.cache.placement import Tails, Trust, cuts
 from morph.cache.snapshot import BlockData
 from morph.cache.tree import common_tokens
+from morph.cache.tuning import Tuner
 from morph.config import ModelConfig
 from morph.engine.checkpoints import Checkpoint
 from morph.engine.request import Request
@@ -36,6 +38,18 @@ class Admission:
         self.message_ends = frozenset(config.eos_token_ids)
         self.cache = cache
         self._tails: dict[str, Tails] = {}
+        self.trust = Trust()
+        self.tuner = self._tuner(cache)
+
+    def _tuner(self, cache: ContextCache | None) -> Tuner | None:
+        if cache is None or not isinstance(cache.evictor, GreedyDual) or not cache.most_units:
+            return None
+        layout, blocks = self.tables.layout, len(self.kinds)
+        largest = blocks * (2 * layout.kv_heads * layout.max_pages + 8 * layout.state_units)
+        # A sample's copy must hold some entries to say anything.
+        entry = blocks * max(layout.state_units, layout.attention_units(1024))
+        sample = 4 if cache.most_units >= 400 * entry else 1
+        return Tuner(cache.evictor, cache.most_units, largest, layout, cache.cost, sample)
 
     def block_need(self, request: Request, block: int, tokens: int) -> int:
         """Units to reserve for one block of `tokens` tokens, beside the whole pages of a hit."""
@@ -85,9 +99,14 @@ class Admission:
         limit = last_usable(request)
         if len(known) < len(self.kinds):
             limit = min(limit, request.gate_tokens - 1)
+        request.follows_gates = False
         request.hit = self.cache.find(
             request.namespace, request.path(), limit, known, len(self.kinds), gates=len(known) < len(self.kinds)
         )
+        if request.hit is not None and len(known) < len(self.kinds) and request.params.cache_affinity == 0:
+            request.follows_gates = True
+            if not self.trust.worth(request.hit.tokens, request.num_tokens):
+                self.leave_hit(request)
         request.cached = request.hit.tokens if request.hit is not None else 0
 
     def leave_hit(self, request: Request) -> None:
@@ -95,6 +114,11 @@ class Admission:
         if request.hit is not None and self.cache is not None:
             self.cache.leave(request.namespace, request.hit)
             request.hit = None
+
+    def strayed(self, request: Request) -> None:
+        """The gates chose what nobody stored: what the request computed of its prompt so far is lost."""
+        if request.follows_gates:
+            self.trust.strayed(len(request.bits) / len(self.kinds))
 
     def plan_checkpoints(self, request: Request, waiting: Sequence[Request] = ()) -> None:
         """Choose what the admitted request's prefill leaves behind.
@@ -110,9 +134,7 @@ class Admission:
         parting = request.hit.matched if request.hit is not None else 0
         if request.hit is None:
             parting = self.cache.matched(request.namespace, request.path())
-        tails = self._tails.setdefault(request.namespace, Tails())
-        if len(self._tails) > MOST_NAMESPACES:
-            self._tails.pop(next(iter(self._tails)))
+        tails = self.tails_of(request.namespace)
         expected = tails.place(request.num_tokens)
         if not request.preemptions:
             tails.saw(request.num_tokens, parting if parting >= self.cache.least_tokens else 0)
@@ -122,6 +144,13 @@ class Admission:
         most = 1 if fixed is not None and all(fixed) else 4
         places = cuts(request.tokens, request.cached, last_usable(request), self.message_ends, parting, expected, most)
         request.checkpoints = [Checkpoint(place) for place in places if place >= self.cache.least_tokens]
+
+    def tails_of(self, namespace: str) -> Tails:
+        """What the namespace's traffic taught about where prompts part."""
+        tails = self._tails.setdefault(namespace, Tails())
+        if len(self._tails) > MOST_NAMESPACES:
+            self._tails.pop(next(iter(self._tails)))
+        return tails
 
     def _lead(self, request: Request, waiting: Sequence[Request]) -> int:
         """Let others that begin alike wait for what this prefill computes; returns where they part, 0 for none.
@@ -175,7 +204,12 @@ class Admission:
         counts.kinds["hit" if request.cached else "miss"] += 1
         if request.hit is not None:
             self.cache.used(request.hit, request.bits)
+            if request.follows_gates:
+                self.trust.followed()
         self.leave_hit(request)
+        if self.tuner is not None:
+            places = [checkpoint.tokens for checkpoint in request.checkpoints]
+            self.tuner.saw(request.namespace, request.path(), request.bits, places, last_usable(request))
         for checkpoint in request.checkpoints:
             self.cache.publish(request.namespace, request.path(checkpoint.tokens), request.bits, checkpoint.blocks)
         request.checkpoints = []

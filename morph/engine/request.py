@@ -40,6 +40,7 @@ class Request:
         hit: where the prompt starts from in the context cache, while blocks still read from it.
         skipped: prompt tokens that were served from the cache in the last prefill.
         checkpoints: what this prefill leaves behind in the cache, by position.
+        follows_gates: the hit was taken without knowing the layout; it may prove useless.
         leader: a request in prefill that will leave behind what this one can start from.
         sums_known: the running sums of the gates' features are those of all tokens.
         regret: what adopting cached bits against the gates has cost so far; `gate_bits` keeps the gates' own choices
@@ -76,6 +77,7 @@ class Request:
     hit: Hit | None = None
     skipped: int = 0
     checkpoints: list[Checkpoint] = field(default_factory=list)
+    follows_gates: bool = False
     leader: Request | None = None
     sums_known: bool = True
     regret: float = 0.0

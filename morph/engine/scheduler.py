@@ -100,6 +100,7 @@ class Scheduler:
 
     def start_again(self, request: Request) -> None:
         """A request in prefill goes back to the queue with the decisions that it has."""
+        self.admission.strayed(request)
         self._detach(request)
         self.add(request)
 

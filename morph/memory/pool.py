@@ -104,7 +104,7 @@ class UnitPool:
     def retain(self, units: Units) -> None:
         """One more reference to each unit (a shared prefix)."""
         if np.any(self._references[units] < 1):
-            raise ValueError(f"retain of a free unit among {units.tolist()}")
+            raise ValueError(f"retain of the free unit {units[self._references[units] < 1].ravel()[0]}")
         np.add.at(self._references, units, 1)
 
     def release(self, units: Units) -> None:
@@ -115,7 +115,7 @@ class UnitPool:
         left = self._references[units]
         if left.min() < 0:
             np.add.at(self._references, units, 1)
-            raise ValueError(f"release of a free unit among {units.tolist()}")
+            raise ValueError(f"release of the free unit {units[left < 0][0]}")
         freed = units[left == 0]
         if len(freed) > 1:
             freed = np.sort(freed)
